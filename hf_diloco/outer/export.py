@@ -104,7 +104,7 @@ def _save_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tens
     if kind is None:
         raise CheckpointError(f"{source / CONFIG} names no model of transformers ({config.architectures})")
     config.dtype = torch.float32
-    frozen = {name: value.float() for path in checkpoint.glob("model*.safetensors") for name, value in _read(path)}
+    frozen = {name: value for path in checkpoint.glob("model*.safetensors") for name, value in _read(path)}
     model, report = kind.from_pretrained(
         None, config=config, state_dict=frozen, dtype=torch.float32, output_loading_info=True
     )

@@ -11,7 +11,14 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+)
 from typer.testing import CliRunner
 
 from hf_diloco import DiLoCoCallback
@@ -120,6 +127,19 @@ def test_names_in_training_are_not_those_in_files(make: Callable[[], Any], tmp_p
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         (checkpoint / "model.safetensors").unlink(missing_ok=True)  # sharded checkpoints of FSDP2 have none
+
+
+def test_what_is_not_trained_keeps_its_type_and_bits(tmp_path: Path) -> None:
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=3)
+    model = ResNetForImageClassification(config).half()
+    counters = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.int64]
+    for name in counters:
+        model.get_buffer(name).fill_(2**24 + 1)
+    of_known_values(model, tmp_path / "checkpoint-1")
+    export(tmp_path / "checkpoint-1", read_index(tmp_path / "checkpoint-1"), tmp_path / "model")
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert {int(found[name]) for name in counters} == {2**24 + 1}
+    assert {found[name].dtype for name in found.keys() - set(counters)} == {torch.float32}
 
 
 def test_whole_modules_beside_adapters(tmp_path: Path) -> None:
