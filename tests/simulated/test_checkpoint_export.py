@@ -130,7 +130,7 @@ def test_names_in_training_are_not_those_in_files(make: Callable[[], Any], tmp_p
 
 
 def test_what_is_not_trained_keeps_its_type_and_bits(tmp_path: Path) -> None:
-    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=3)
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1])
     model = ResNetForImageClassification(config).half()
     counters = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.int64]
     for name in counters:
