@@ -61,6 +61,13 @@ class HasOuterWeights(ABC):
         was_shown, self._shows_outer = self._shows_outer, True
         try:
             yield
+        except Exception:
+            if held is not None and outer.island.size > 1:
+                # The others may be anywhere, and wait for this rank until their time is up.
+                logger.exception(
+                    "error on rank %d within outer_weights(), whose end waits for all ranks", outer.island.rank
+                )
+            raise
         finally:
             self._shows_outer = was_shown
             if held is not None:
