@@ -18,7 +18,8 @@ from hf_diloco.outer.checkpoint import OuterIndex, complete_checkpoints, load_ou
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
 _COMPILED = "_orig_mod."  # put before names by torch.compile
-_ADAPTER = re.compile(r"(?:\.modules_to_save)?\.default(?=\.|$)")
+_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)")
+"""In a parameter's name, what its adapter is called: "default", unless `get_peft_model` was given another name."""
 
 
 def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
@@ -75,13 +76,17 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already: name another folder, or remove it")
-    source = like or checkpoint
     parameters = outer_parameters(checkpoint, index)
-    if (source / ADAPTER_CONFIG).is_file():
+    adapter = next((found[1] for found in map(_ADAPTER.search, parameters) if found), "default")
+    source = like or checkpoint
+    # PEFT saves an adapter that is not called "default" in a folder of its name.
+    settings = source / ("" if (source / ADAPTER_CONFIG).is_file() else adapter) / ADAPTER_CONFIG
+    if settings.is_file():
         folder.mkdir(parents=True)
-        adapters = {_ADAPTER.sub("", name): value.clone() for name, value in parameters.items()}
+        place = re.compile(rf"(?:\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
+        adapters = {place.sub("", name): value.clone() for name, value in parameters.items()}
         save_file(adapters, folder / "adapter_model.safetensors", {"format": "pt"})
-        shutil.copy2(source / ADAPTER_CONFIG, folder)
+        shutil.copy2(settings, folder)
     elif (source / CONFIG).is_file():
         _save_model(source, checkpoint, parameters, folder)
     else:

@@ -142,17 +142,18 @@ def test_what_is_not_trained_keeps_its_type_and_bits(tmp_path: Path) -> None:
     assert {found[name].dtype for name in found.keys() - set(counters)} == {torch.float32}
 
 
-def test_whole_modules_beside_adapters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["default", "own"])
+def test_whole_modules_beside_adapters(name: str, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model = get_peft_model(make_model(lora=False, tied=False, seed=1), settings)
+    model = get_peft_model(make_model(lora=False, tied=False, seed=1), settings, adapter_name=name)
     expected = of_known_values(model, tmp_path / "checkpoint-1")
     export(tmp_path / "checkpoint-1", read_index(tmp_path / "checkpoint-1"), tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(make_model(lora=False, tied=False, seed=1), str(tmp_path / "adapter"))
     found = dict(loaded.named_parameters())
-    assert any("modules_to_save" in name for name in expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert any("modules_to_save" in one for one in expected)
+    assert all(torch.equal(found[one.replace(f".{name}.", ".default.")], expected[one]) for one in expected)
 
 
 def test_values_of_another_model_are_not_left_out(tmp_path: Path) -> None:
