@@ -136,7 +136,7 @@ def check_second_round_is_refused(attackers: list[Attacker], attack: Attack, key
     assert attackers[0].num_changed >= 2 * (num_islands - 1), "both ways of each connection"
 
 
-@pytest.mark.parametrize(("attack", "patience"), [(cut, LONG), (drop, 1.0)])
+@pytest.mark.parametrize(("attack", "patience"), [(cut, LONG), (drop, 4.0)])
 def test_whose_messages_do_not_come_is_lost_by_name(
     attackers: list[Attacker], attack: Attack, patience: float
 ) -> None:
