@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
 from hf_diloco.apps.data.build import build_datasets
-from hf_diloco.apps.data.sources import DataBlock, embedded_documents
+from hf_diloco.apps.data.embedded import embedded_documents
+from hf_diloco.apps.data.sources import DataBlock
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 
 

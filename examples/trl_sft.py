@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
-from hf_diloco.apps.data.sources import embedded_documents
+from hf_diloco.apps.data.embedded import embedded_documents
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 
 

@@ -271,13 +271,11 @@ class GossipCallback(RunCallback[NodeRecord]):
             self.stopped = True
             self._end_early(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Evaluates and saves after the steps at which the others do, wherever this node is in its data."""
         assert self._common_steps is not None, "on_train_begin has not run"
         self._common_steps.end_epoch(state, control)
-        super().on_epoch_end(args, state, control, **kwargs)
+        super().on_epoch_end(args, state, control)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `gossip/*` to what the Trainer logs; metrics of an evaluation become those of all nodes."""

@@ -88,3 +88,9 @@ def test_no_import_circle() -> None:
 
     for module in names:
         visit(module, ())
+
+
+def test_no_file_has_more_than_400_lines() -> None:
+    """What grows beyond that holds two ideas: it becomes two files."""
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    assert not {path: length for path, length in lengths.items() if length > 400}

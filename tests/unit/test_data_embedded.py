@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.apps.data import sources as opened
-from hf_diloco.apps.data.sources import cached_documents, clean, embedded_documents
+from hf_diloco.apps.data import embedded as opened
+from hf_diloco.apps.data.embedded import cached_documents, clean, embedded_documents
 from hf_diloco.errors import ConfigError
 from tests.processes import ROOT
 
@@ -37,7 +37,7 @@ def test_is_english_in_quantity(documents: list[str]) -> None:
 @pytest.mark.real_start  # hash seeds differ
 def test_is_the_same_in_a_fresh_process_with_an_empty_cache(documents: list[str], tmp_path: Path) -> None:
     names = (
-        "from hf_diloco.apps.data.sources import embedded_documents; from tests.unit.test_data_embedded import digest"
+        "from hf_diloco.apps.data.embedded import embedded_documents; from tests.unit.test_data_embedded import digest"
     )
     command = [sys.executable, "-c", f"{names}; print(digest(embedded_documents()))"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
