@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownIdentityError
 from hf_diloco.sealing.identity import Roster
@@ -40,7 +40,7 @@ class _Mark(Record):
 
     version: Literal[5]
     run: str
-    size: dict[str, int]
+    size: dict[str, int] = Field(min_length=1, max_length=1)
     encrypt: bool
     identities: dict[str, list[str]]
 

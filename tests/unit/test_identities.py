@@ -257,8 +257,8 @@ def test_who_does_not_fit_is_told_at_the_start(
     assert keeps.add("claim/0", 1) == 1
 
 
-@pytest.mark.parametrize("other", [{"version": 4}, {"more": 1}])
-def test_another_version_is_told_at_the_start(port: Port, other: dict[str, int]) -> None:
+@pytest.mark.parametrize("other", [{"version": 4}, {"more": 1}, {"size": {}}])
+def test_another_version_is_told_at_the_start(port: Port, other: dict[str, Any]) -> None:
     keeps, seal = enter(port, None, 0), Credentials(KEY).seal("-")
     mark = port.bare.get(MEETING, MAX_RECORD_BYTES)
     assert mark is not None
