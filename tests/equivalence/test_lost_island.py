@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import ROOT, Processes, find_free_port
+from tests.processes import ROOT, Completed, Processes, find_free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -38,12 +39,25 @@ def start(processes: Processes, folder: Path, island: int, rendezvous: str, **se
     return processes.spawn([sys.executable, PROGRAM, json.dumps(whole)], env=environment)
 
 
-def run_both(folder: Path, resume: bool = False) -> None:
+def run_both(folder: Path, resume: bool = False, expect: int | None = 0, **settings: Any) -> list[Completed]:
     rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+    settings["resume"] = "common" if resume else None
     with Processes() as processes:
-        islands = [start(processes, folder, i, rendezvous, resume="common" if resume else None) for i in range(2)]
-        for island in islands:
-            island.wait(timeout=150)
+        islands = [start(processes, folder, island, rendezvous, **settings) for island in range(2)]
+        return [island.wait(timeout=150, expect=expect) for island in islands]
+
+
+def test_an_island_that_lost_its_disk_goes_on_from_a_copy_of_anothers_checkpoint(tmp_path: Path) -> None:
+    run_both(tmp_path, max_steps=4)
+    lost, kept = tmp_path / "island-1", tmp_path / "island-0" / "checkpoint-4"
+    shutil.rmtree(lost)
+    ends = run_both(tmp_path, resume=True, expect=None)
+    assert all(end.returncode and "give it a copy of another island's newest" in end.output for end in ends)
+    shutil.copytree(kept, lost / kept.name)
+    run_both(tmp_path, resume=True)
+    first, second = (torch.load(tmp_path / f"result-{i}.json.pt", weights_only=True) for i in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((lost / "checkpoint-8" / "diloco" / "outer.json").read_text())["round"] == 4
 
 
 def test_a_killed_island_is_named_and_the_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
