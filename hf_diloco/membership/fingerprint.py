@@ -167,9 +167,9 @@ def _common_state(
         if set.intersection(*(set(rounds) for rounds in held)):
             listing += "; of the same round, they hold different outer parameters"
         raise CheckpointError(
-            f"the islands hold no checkpoint of a common round ({listing}): bring the missing checkpoints back. If an "
-            "island's are lost, give it a copy of another island's newest, and start all again. Or start anew in "
-            "another run folder"
+            f"the islands hold no checkpoint of a common round ({listing}): bring the missing checkpoints back. An "
+            "island that has lost its own, or is new, can take a copy of another island's newest; then start all "
+            "again. Or start anew in another run folder"
         )
     if any(held):
         logger.warning("no round is complete, and not all islands hold a checkpoint (%s): all begin anew", listing)
