@@ -4,8 +4,8 @@ Two islands on this machine:
 
     hf-diloco launch --islands 2 -- python examples/accelerate_loop.py
 
-Ctrl-C has each island save; with --resume at its end the command continues from there. Start an island of several
-ranks with `accelerate launch` instead of `python`. Nothing is downloaded.
+Each island saves every 20 steps, and on Ctrl-C; with --resume at its end the command continues from there. Start an
+island of several ranks with `accelerate launch` instead of `python`. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hf_diloco.apps.data.sources import DataBlock
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 
 NUM_STEPS = 40
+SAVE_EVERY = 20
 
 
 def main() -> None:
@@ -52,13 +53,10 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     folder = f"runs/accelerate_loop/island-{config.island}"
-    checkpoint = f"{folder}/checkpoint"
-    resume_from = checkpoint if "--resume" in sys.argv else None
-    if resume_from:
-        accelerator.load_state(resume_from)
-    with OuterLoop(
-        accelerator, model, optimizer, config, output_dir=folder, resume_from=resume_from, num_steps=NUM_STEPS
-    ) as outer:
+    outer = OuterLoop(accelerator, model, optimizer, config, output_dir=folder, num_steps=NUM_STEPS)
+    if "--resume" in sys.argv and (checkpoint := outer.common_checkpoint()):
+        accelerator.load_state(str(checkpoint))
+    with outer:
         begin, end = (step * accelerator.gradient_accumulation_steps for step in (outer.global_step, NUM_STEPS))
         for batch in itertools.islice(accelerator.skip_first_batches(loader, begin), end - begin):
             with accelerator.accumulate(model):
@@ -72,9 +70,10 @@ def main() -> None:
                     f"island {config.island}: round {report.round}, loss {loss.item():.4f}, "
                     f"{report.bytes_sent / 1e6:.1f} MB sent in {report.seconds_exchanging:.2f} s"
                 )
-            if outer.should_stop():
-                accelerator.save_state(checkpoint)
-                outer.save_state(checkpoint)
+            is_asked_to_stop = outer.should_stop()
+            if accelerator.sync_gradients and (is_asked_to_stop or outer.global_step % SAVE_EVERY == 0):
+                outer.save_checkpoint(limit=2)
+            if is_asked_to_stop:
                 return
         assert outer.on_boundary  # the model holds the outer parameters, equal on all islands
         accelerator.print(

@@ -302,6 +302,11 @@ class DiLoCoConfig(StrictModel):
         return find_method(self.method).delay(self)
 
     @property
+    def goes_back_together(self) -> bool:
+        """Whether all islands resume from one round."""
+        return self.num_islands > 1 and not self.meets_in_store
+
+    @property
     def meets_in_store(self) -> bool:
         """Whether the islands meet in a store, where they may come and go."""
         return self.rendezvous is not None and (is_object_store(self.rendezvous) or bool(checks.wants_store(self)))

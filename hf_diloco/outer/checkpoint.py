@@ -277,7 +277,7 @@ def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
     for path in Path(output_dir).glob("checkpoint-*"):
         with suppress(CheckpointError, OSError):
             index = read_index(path)
-            if (path / "trainer_state.json").is_file():
+            if index.checkpoint or (path / "trainer_state.json").is_file():
                 found.append((path, index))
     return sorted(found, key=lambda item: item[1].global_step)
 
@@ -328,7 +328,7 @@ def _broken_after(output_dir: Path, step: int) -> Iterator[str]:
         if (numbered := _NUMBERED.fullmatch(path.name)) and int(numbered[1]) > step:
             try:
                 read_index(path)
-                reason = f"{path} has no trainer_state.json"
+                reason = f"{path} holds outer state alone"
             except CheckpointError as error:
                 reason = str(error).partition(": ")[0]
             yield f"{reason}: {path.name} is passed over"

@@ -21,8 +21,9 @@ from hf_diloco.trainer.arguments import check_launched, examples_per_step, folde
 from hf_diloco.trainer.progress import Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.refusals import refuse_nvme, refuse_unknown_layers
-from hf_diloco.trainer.saving import Saving, replaced
+from hf_diloco.trainer.saving import Saving
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
+from hf_diloco.trainer.write_failures import replaced
 
 R = TypeVar("R", bound=Record)
 

@@ -48,8 +48,9 @@ from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
-from hf_diloco.trainer.saving import ModelDescription, replaced
+from hf_diloco.trainer.saving import ModelDescription
 from hf_diloco.trainer.views import HasOuterWeights
+from hf_diloco.trainer.write_failures import replaced
 from hf_diloco.utils.text import plural
 
 logger = logging.getLogger("hf_diloco")
@@ -168,8 +169,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         follow_schedule(session, state, scheduler)
         self._description = ModelDescription(kwargs["model"], kwargs.get("processing_class"))
         self._tokens_seen = state.num_input_tokens_seen
-        goes_back_with_others = self.config.num_islands > 1 and not self.config.meets_in_store
-        needed = partial(last_of_earlier_round, state.global_step) if goes_back_with_others else None
+        needed = partial(last_of_earlier_round, state.global_step) if self.config.goes_back_together else None
         self._begin(args, session.island, trainer, RECORD, find_complete, needed)
         self.moved_at_end = state.global_step >= state.max_steps  # by a round that was still due, or took place since
         if trainer is not None:

@@ -43,8 +43,8 @@ from hf_diloco.trainer.common_steps import CommonSteps
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
-from hf_diloco.trainer.saving import replaced
 from hf_diloco.trainer.views import MeanView
+from hf_diloco.trainer.write_failures import replaced
 
 logger = logging.getLogger("hf_diloco")
 

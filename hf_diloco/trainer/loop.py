@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import logging
-import math
-import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
 
 from hf_diloco.config.base import choose_config
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, DiLoCoError, MissedRoundError, StopRequested
-from hf_diloco.inner import open_shards, refuse_foreign_optimizer, unwrap_optimizer
+from hf_diloco.inner import open_shards
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
-from hf_diloco.outer.checkpoint import read_index
+from hf_diloco.outer.checkpoint import RECORD, find_complete, last_of_earlier_round, read_index
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.round import SyncReport
+from hf_diloco.rounds.session import BaseSession
+from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
+from hf_diloco.trainer.loop_arguments import check_count, check_prepared, check_weight, settings_of
 from hf_diloco.trainer.progress import Progress, Speed, launchers_folder
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.refusals import refuse
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.views import HasOuterWeights
+from hf_diloco.trainer.write_failures import save_accelerator
 
 logger = logging.getLogger("hf_diloco")
 
@@ -51,7 +52,8 @@ class OuterLoop(HasOuterWeights):
         fingerprint: further facts that must be equal on all islands.
         output_dir: where this island writes checkpoints and `metrics.jsonl`, different on every island of a machine.
             Without it the record is in the launcher's folder, if `hf-diloco launch` started this process.
-        resume_from: a folder that `save_state` wrote to; call `accelerator.load_state` first.
+        resume_from: a folder that `save_state` wrote to; load all else from it first. See `common_checkpoint` for what
+            `save_checkpoint` wrote.
         num_steps: optimizer steps that the loop is to take; islands that give unequal numbers are refused.
         num_rounds: rounds that the run is to have, where islands come and go; see `is_over`. Default: as many as
             `num_steps` make, or no limit; `outer_momentum: auto` then takes it that there are many.
@@ -87,7 +89,7 @@ class OuterLoop(HasOuterWeights):
     ) -> None:
         super().__init__()
         self.config = choose_config(DiLoCoConfig, config, {}, "OuterLoop(..., DiLoCoConfig(sync_every=500))")
-        _check_prepared(accelerator, model, optimizer)
+        check_prepared(accelerator, model, optimizer)
         self.report: SyncReport | None = None
         self.stopped = False
         self._accelerator = accelerator
@@ -97,28 +99,53 @@ class OuterLoop(HasOuterWeights):
         self._output_dir = Path(output_dir) if output_dir else None
         self._folder = self._output_dir or Path(f"island-{self.config.island}")
         self._resume_from = Path(resume_from) if resume_from else None
-        self._num_steps = _checked_count("num_steps", num_steps)
-        self._num_rounds = _checked_count("num_rounds", num_rounds)
+        self._num_steps = check_count("num_steps", num_steps)
+        self._num_rounds = check_count("num_rounds", num_rounds)
         if num_steps is not None and num_rounds is None:
             self._num_rounds = count_rounds(self.config, num_steps) or None
         self.global_step = 0
         self._stop = StopFlag(launchers_stop_file())
         self._heeds_stop = self._has_failed_together = False
+        self._checkpoints: CheckpointFolder | None = None  # once the `with` block has begun
         self._record = IslandRecord(None)
         self._progress: Progress | None = None
         self._speed = Speed()
         self._seen = 0.0  # since the last step, of what `weight_by` counts
 
+    def common_checkpoint(self) -> Path | None:
+        """Meets the other islands, and agrees on the round to resume from. Call it on all ranks, before the `with`.
+
+            if checkpoint := outer.common_checkpoint():
+                accelerator.load_state(checkpoint)
+            with outer: ...
+
+        Returns:
+            Of the checkpoints that `save_checkpoint` wrote to `output_dir` the newest whole one of the newest round
+            that all islands hold, from which the loop then goes on; None to begin anew. Where islands come and go it
+            is this island's newest.
+
+        Raises:
+            CheckpointError: the islands hold checkpoints, but of no common round.
+        """
+        if self._checkpoints is not None:
+            raise ConfigError("common_checkpoint() within the `with` block of OuterLoop: call it before")
+        self._resume_from = self._meet().common_checkpoint(self._folder)
+        return self._resume_from
+
     def __enter__(self) -> OuterLoop:
-        if self._session is not None:
+        if self._checkpoints is not None:
             raise ConfigError("this OuterLoop was entered before: make another one for another loop")
-        refuse(_settings_of(self._accelerator, self._optimizer), "loop")
-        island = IslandGroup(timeout=self.config.longest_wait)
-        shards = open_shards(self._model, self._optimizer, island.size)
-        self._session = open_session(self.config, island, self._is_asked_to_stop, folder=self._folder)
+        session = self._meet()
         with self._leaving_on_error():
-            self._begin(shards)
+            self._begin(open_shards(self._model, self._optimizer, session.island.size))
         return self
+
+    def _meet(self) -> BaseSession:
+        if self._session is None or self._session.has_left:
+            refuse(settings_of(self._accelerator, self._optimizer), "loop")
+            island = IslandGroup(timeout=self.config.longest_wait)
+            self._session = open_session(self.config, island, self._is_asked_to_stop, folder=self._folder)
+        return self._session
 
     def _begin(self, shards: Shards) -> None:
         session = self._need_session()
@@ -127,6 +154,15 @@ class OuterLoop(HasOuterWeights):
         session.join(shards, self._folder, self._facts, self._resume_from)
         if self._resume_from is not None:
             self.global_step = read_index(self._resume_from).global_step
+        elif session.island.is_leader and (found := find_complete(self._folder)):
+            logger.warning(
+                "%s is there, of an earlier training, and this one begins anew: common_checkpoint() may find it again. "
+                "Remove it, or take another output_dir",
+                found[-1],
+            )
+        needed = partial(last_of_earlier_round, self.global_step) if self.config.goes_back_together else None
+        deletes = self._accelerator.is_local_main_process
+        self._checkpoints = CheckpointFolder(self._folder, session.island, RECORD, find_complete, needed, deletes)
         if session.island.is_leader:
             self._show_progress()
         self._record.start(self.global_step, session, shards, None, None, resumed=self._resume_from is not None)
@@ -210,7 +246,7 @@ class OuterLoop(HasOuterWeights):
             raise ConfigError(
                 f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
             )
-        number = _checked(weight)
+        number = check_weight(weight)
         self._seen += number
         if not self._accelerator.sync_gradients:
             session.outer.add_weight(number)
@@ -259,17 +295,58 @@ class OuterLoop(HasOuterWeights):
         return self._need_session().is_over
 
     def save_state(self, folder: str | Path) -> None:
-        """Writes the outer state into `folder`; call it on all ranks, beside `accelerator.save_state`.
+        """Writes the outer state alone into `folder`; call it on all ranks, beside what saves all else.
 
         Raises:
             CheckpointError: it cannot be written; on every rank. Training can go on.
         """
-        session = self._need_session()
+        self._need_session()
+        self._settle()
+        self._write_outer(Path(folder), is_last=False)
+        self._note_saved(Path(folder))
+
+    def save_checkpoint(self, limit: int | None = None, write: Callable[[Path], object] | None = None) -> Path | None:
+        """Writes `output_dir`/checkpoint-N after N steps, whole or not at all, for `common_checkpoint`.
+
+        Call it on all ranks, after `step()`. It holds what `accelerator.save_state` writes, and the outer state.
+
+        Args:
+            limit: as many checkpoints stay, the newest, and over `tcp://` one of an earlier round, to which all
+                islands may have to go back. Default: all stay.
+            write: writes model, optimizer and data position into a folder, in place of `accelerator.save_state`.
+                Called on all ranks.
+
+        Returns:
+            The checkpoint; None if it cannot be written, which is logged. Training can go on.
+
+        Raises:
+            ConfigError: the limit is no whole number; or the Accelerator names its checkpoints itself.
+        """
+        if self._checkpoints is None:
+            raise ConfigError(self.NOT_BEGUN)
+        limit = check_count("limit", limit, "save_checkpoint") or 0
+        if write is None and self._accelerator.project_configuration.automatic_checkpoint_naming:
+            raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")
+        self._settle()
+        checkpoint = self._checkpoints.path(self.global_step)
+        is_whole = self._checkpoints.begin(
+            checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write)
+        ) and self._checkpoints.complete(checkpoint, self._write_outer, limit)
+        self._note_saved(checkpoint if is_whole else None)
+        return checkpoint if is_whole else None
+
+    def _settle(self) -> None:
         self._update_progress(state="saving")
-        for report in session.settle():
+        for report in self._need_session().settle():
             self._note(report)
-        save_state(session.outer, Path(folder), self.global_step, {"steps": self.global_step}, is_last=False)
-        self._record.write("save", self.global_step, path=str(folder))
+
+    def _write_outer(self, folder: Path, is_last: bool = True) -> None:
+        outer = self._need_session().outer
+        save_state(outer, folder, self.global_step, {"steps": self.global_step}, is_last)
+
+    def _note_saved(self, folder: Path | None) -> None:
+        if folder is not None:
+            self._record.write("save", self.global_step, path=str(folder))
         self._speed.restart()
         self._update_progress(state="training")
 
@@ -319,51 +396,3 @@ class OuterLoop(HasOuterWeights):
     def _update_progress(self, **values: Any) -> None:
         if self._progress is not None:
             self._progress.update(step=self.global_step, round=self.round, **values)
-
-
-def _checked(weight: Any) -> float:
-    """A step's weight as a number."""
-    try:
-        number = float(weight or 0.0)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
-        number = math.nan
-    if isinstance(weight, str) or not 0 <= number < math.inf:
-        raise ConfigError(f"step(weight={weight!r}): give the number of examples or tokens of the step, 0 or more")
-    return number
-
-
-def _checked_count(name: str, value: Any) -> int | None:
-    """A number of steps or rounds; None if it is not known."""
-    try:
-        number = None if value is None else operator.index(value)
-    except TypeError:
-        number = 0
-    if number is not None and (number < 1 or isinstance(value, bool)):
-        raise ConfigError(f"OuterLoop(..., {name}={value!r}): give a whole number from 1 on, or leave it out")
-    return number
-
-
-def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
-    """Raises unless these are what they should be, and belong together."""
-    call = "call OuterLoop(accelerator, model, optimizer, config)"
-    for name, value, kind in (("accelerator", accelerator, Accelerator), ("model", model, nn.Module)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} is a {type(value).__name__}: {call}")
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__} that this Accelerator has not prepared: give what "
-            "accelerator.prepare(model, optimizer) returned"
-        )
-    remedy = "give both as one call of accelerator.prepare(model, optimizer) returned them"
-    refuse_foreign_optimizer(model, optimizer, remedy)
-
-
-def _settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
-    """What `REFUSALS` names of an Accelerator and of what it has prepared."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return {
-        "optim": type(unwrap_optimizer(optimizer)).__name__,
-        "fsdp_config": {"version": plugin.fsdp_version} if plugin else None,
-        "parallelism_config": accelerator.parallelism_config,
-        "ProjectConfiguration.total_limit": accelerator.project_configuration.total_limit,
-    }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -28,7 +30,11 @@ def start(processes: Processes, folder: Path, island: int, rendezvous: str, **se
         "diloco": {"sync_every": 2, "sync_timeout": 60, "exchange_timeout": 60, "join_timeout": 60},
         **settings,
     }
-    environment = {
+    return processes.spawn([sys.executable, PROGRAM, json.dumps(whole)], env=environment(island, rendezvous))
+
+
+def environment(island: int, rendezvous: str) -> dict[str, Any]:
+    return {
         "HF_DILOCO_ISLAND": island,
         "HF_DILOCO_NUM_ISLANDS": 2,
         "HF_DILOCO_RENDEZVOUS": rendezvous,
@@ -36,7 +42,6 @@ def start(processes: Processes, folder: Path, island: int, rendezvous: str, **se
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": ROOT,
     }
-    return processes.spawn([sys.executable, PROGRAM, json.dumps(whole)], env=environment)
 
 
 def run_both(folder: Path, resume: bool = False, expect: int | None = 0, **settings: Any) -> list[Completed]:
@@ -81,3 +86,35 @@ def test_a_killed_island_is_named_and_the_run_resumes_as_if_nothing_had_happened
         first = torch.load(whole / f"result-{island}.json.pt", weights_only=True)
         second = torch.load(broken / f"result-{island}.json.pt", weights_only=True)
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_loops_of_which_one_was_killed_go_on_from_the_newest_round_that_both_hold(tmp_path: Path) -> None:
+    """Island 1 dies before it saves step 9; island 0 keeps that, and step 6 of the round before."""
+
+    def train(name: str, *options: str, expect: int | None = 0) -> list[str]:
+        rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+        command: list[str | os.PathLike[str]] = [
+            sys.executable,
+            "-m",
+            "tests.programs.own_loop",
+            tmp_path / name,
+            "14",
+            "--save-every",
+            "3",
+            *options,
+        ]
+        with Processes() as processes:
+            islands = [processes.spawn(command, env=environment(island, rendezvous)) for island in range(2)]
+            return [island.wait(timeout=150, expect=expect).output for island in islands]
+
+    def last_lines(outputs: list[str]) -> list[str]:
+        return [re.findall("^stopped .*$", output, re.MULTILINE)[0] for output in outputs]
+
+    whole = last_lines(train("whole"))
+    survivor, _ = train("broken", "--killed", "1", "9", expect=None)
+    assert "IslandLostError: island 1 lost before round 3" in survivor
+    saved = [{path.name for path in (tmp_path / "broken" / island).glob("checkpoint-*")} for island in "01"]
+    assert saved == [{"checkpoint-6", "checkpoint-9"}, {"checkpoint-3", "checkpoint-6"}]
+    again = train("broken", "--resume")
+    assert all("begins at step 6" in output for output in again)
+    assert last_lines(again) == whole

@@ -117,7 +117,9 @@ def test_the_example_of_a_loop_goes_on_where_it_stopped(tmp_path: Path) -> None:
     stop = tmp_path / "launcher" / STOP_FILE
     stop.parent.mkdir()
     last = re.compile(r"outer parameters (\w+)")
-    (expected,) = last.findall(run(example, cwd=tmp_path).output)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (expected,) = last.findall(run(example, cwd=whole).output)
     stop.touch()
     stopped = run(example, cwd=tmp_path, env={ENV_FOLDER: stop.parent}).output
     assert not last.search(stopped)

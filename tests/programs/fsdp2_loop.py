@@ -11,6 +11,7 @@ import atexit
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,8 @@ def main() -> None:
                 hashes.append(report.outer_hash)
             step += 1
             if step == settings.get("save_at"):
-                folder = Path(settings["folder"]) / f"checkpoint-{step}"
-                save(folder, settings["by"], accelerator, model, optimizer)
-                outer.save_state(folder)
+                write = partial(save, by=settings["by"], accelerator=accelerator, model=model, optimizer=optimizer)
+                outer.save_checkpoint(write=write)
             if step == settings["steps"]:
                 break
     for module in model.modules():

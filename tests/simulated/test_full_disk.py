@@ -10,9 +10,8 @@ import io
 import json
 import logging
 import re
-import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,11 @@ from hf_diloco.outer.checkpoint import OuterPart, complete_checkpoints, read_ind
 from hf_diloco.trainer.progress import Progress
 from hf_diloco.trainer.record import Record
 from hf_diloco.utils.files import is_write_failure, write_whole
+from tests.full_disk import no_file_beyond
 from tests.outer_state import make_index
 from tests.trainers import make_saving_trainer, weights_of
 
 FULL_AT = 4
-
-
-@contextlib.contextmanager
-def no_file_beyond(num_bytes: int) -> Iterator[None]:
-    """No file can be made longer than this."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class FullDisk(TrainerCallback):

@@ -85,7 +85,9 @@ def take(state: dict[str, torch.Tensor], intervals: list[Interval]) -> dict[str,
     }
 
 
-def save(path: Path, state: dict[str, torch.Tensor], cut: list[list[Interval]], step: int = 20) -> None:
+def save(
+    path: Path, state: dict[str, torch.Tensor], cut: list[list[Interval]], step: int = 20, is_last: bool = True
+) -> None:
     """Saves with as many ranks as the cut has parts."""
     slots, barrier = [None] * len(cut), threading.Barrier(len(cut))
 
@@ -93,7 +95,7 @@ def save(path: Path, state: dict[str, torch.Tensor], cut: list[list[Interval]], 
         island = ThreadIsland(rank, slots, barrier)
         try:
             part = OuterPart(take(state, cut[rank]), cut[rank])
-            save_outer(path, island, [part], index_at(step))
+            save_outer(path, island, [part], index_at(step), is_last)
         except BaseException:
             barrier.abort()
             raise
@@ -361,7 +363,7 @@ def test_an_interrupted_overwriting_leaves_the_old_or_none(
 
 def test_complete_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     for step in (100, 20, 9):
-        save(tmp_path / f"checkpoint-{step}", make_state(), intervals_of("flat", 1), step)
+        save(tmp_path / f"checkpoint-{step}", make_state(), intervals_of("flat", 1), step, is_last=step != 20)
     (tmp_path / "checkpoint-20" / "trainer_state.json").unlink()  # the Trainer's part is missing
     (tmp_path / "checkpoint-x").mkdir()
     assert [index.global_step for _, index in complete_checkpoints(tmp_path)] == [9, 100]

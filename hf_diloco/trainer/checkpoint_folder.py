@@ -1,0 +1,173 @@
+"""The checkpoints of a training in their folder: how one becomes whole, or is given up, and which others then go.
+
+No checkpoint goes before a newer one is whole, whatever the clock says.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_diloco.errors import CheckpointError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.outer.manifest import recover_replaced, set_aside_name
+
+logger = logging.getLogger("hf_diloco")
+
+_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+
+
+class CheckpointFolder:
+    """The checkpoints of one training, each in `checkpoint-N` after N steps. Collective over the ranks.
+
+    Args:
+        folder: where they are.
+        ranks: who write.
+        record: the file in a checkpoint that is written last. One that has it, and cannot be read, may be whole.
+        find_whole: the whole checkpoints in a folder, by step; asked on the leader.
+        find_needed: of the whole checkpoints in a folder those that stay besides, since other islands may have no
+            newer ones yet; by which of them this training has written.
+        deletes: whether this rank removes those that go, as one of each machine does.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: IslandGroup,
+        record: str,
+        find_whole: Callable[[Path], Collection[Path]],
+        find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None,
+        deletes: bool,
+    ) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._record = record
+        self._find_all = find_whole
+        self._find_needed = find_needed
+        self._deletes = deletes
+        self._written: set[Path] = set()
+
+    def path(self, step: int) -> Path:
+        """The checkpoint of a step."""
+        return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+    def begin(self, checkpoint: Path, write: Callable[[list[str]], object]) -> bool:
+        """Has others write their part of a checkpoint, in place of an earlier one of the same step.
+
+        Args:
+            checkpoint: the folder.
+            write: writes it, and adds to a list what cannot be written on this rank.
+
+        Returns:
+            Whether all ranks could. If not, that has been said.
+        """
+        self._set_aside(checkpoint)
+        failures: list[str] = []
+        write(failures)
+        met = [failure for of_rank in self._ranks.gather(failures[:1]) for failure in of_rank]
+        if met:
+            self._abandon(checkpoint, f"{checkpoint} cannot be written ({met[0]})")
+        return not met
+
+    def _set_aside(self, checkpoint: Path) -> None:
+        """A checkpoint of this step stays until the new one is whole; what is left of an unfinished one goes."""
+        if self._ranks.is_leader and checkpoint.is_dir():
+            with suppress(OSError):
+                if self._is_unfinished(checkpoint, self._find_whole()):
+                    shutil.rmtree(checkpoint, ignore_errors=True)
+                else:
+                    shutil.rmtree(set_aside_name(checkpoint), ignore_errors=True)
+                    checkpoint.rename(set_aside_name(checkpoint))
+        self._ranks.barrier()
+
+    def complete(
+        self, checkpoint: Path, write: Callable[[Path], object], limit: int, best: Collection[Path] = ()
+    ) -> bool:
+        """Makes a checkpoint whole; only then may others go.
+
+        Args:
+            checkpoint: the newest.
+            write: writes what is missing into it, last the record that makes it whole. Raises `CheckpointError` on all
+                ranks if one cannot.
+            limit: as many whole checkpoints stay; 0: none goes.
+            best: what stays besides.
+
+        Returns:
+            Whether it is whole. If not, that has been said.
+        """
+        try:
+            write(checkpoint)
+        except CheckpointError as error:
+            self._abandon(checkpoint, str(error))
+            return False
+        self._written.add(checkpoint)
+        if self._ranks.is_leader:
+            shutil.rmtree(set_aside_name(checkpoint), ignore_errors=True)
+        for path in self._ranks.from_leader(self._surplus(checkpoint, limit, best) if self._ranks.is_leader else []):
+            if self._deletes:
+                with suppress(OSError):  # first, so that what is left by whoever is killed here counts as unfinished
+                    Path(path, self._record).unlink()
+                shutil.rmtree(path, ignore_errors=True)
+        return True
+
+    def _abandon(self, checkpoint: Path, reason: str) -> None:
+        """Says that a checkpoint could not be written, and removes what there is of it."""
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        self._ranks.barrier()
+        if not self._ranks.is_leader:
+            return
+        recover_replaced(self._folder, lambda _: self._find_whole())
+        newest = max(self._find_whole(), key=_step_of, default=None)
+        logger.error(
+            "%s: make room; the next save tries again. %s",
+            reason,
+            f"Meanwhile {newest.name} stays the newest checkpoint" if newest else "There is no checkpoint yet",
+        )
+
+    def _find_whole(self) -> set[Path]:
+        return {path for path in self._find_all(self._folder) if _CHECKPOINT.fullmatch(path.name)}
+
+    def _surplus(self, newest: Path, limit: int, best: Collection[Path]) -> list[str]:
+        """Beyond the limit: the whole ones of the lowest steps, and what is older than all that stay, whole or not.
+
+        Those of later steps than this go first: they are left of an earlier training, of which this one went back.
+        So what cannot be read for a moment goes only where it would if it were read. What is unfinished goes at once.
+        """
+        if not limit:
+            return []
+        whole = self._find_whole()
+        needed = set(self._find_needed(self._folder, self._written)) if self._find_needed else {newest}
+        kept = {newest, *needed, *best}
+        last = _step_of(newest)
+        ranked = sorted(whole, key=lambda path: (path in kept, _step_of(path) <= last, _step_of(path)), reverse=True)
+        num_kept = max(limit, len(whole & kept))
+        staying = [_step_of(path) for path in ranked[:num_kept] if path not in best]
+        oldest = min(staying, default=0) if needed and len(whole) >= limit else 0
+        others = [
+            path
+            for path in self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            if _CHECKPOINT.fullmatch(path.name)
+            and path not in whole
+            and (_step_of(path) < oldest or (_step_of(path) < _step_of(newest) and self._is_unfinished(path, whole)))
+        ]
+        return [str(path) for path in [*ranked[num_kept:], *others] if path not in kept]
+
+    def _is_unfinished(self, checkpoint: Path, whole: Collection[Path]) -> bool:
+        """Whether whoever wrote it was killed; not where it cannot be read, perhaps for a moment."""
+        try:
+            (checkpoint / self._record).stat()
+        except FileNotFoundError:
+            return checkpoint not in whole
+        except OSError:
+            return False
+        return False
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])

@@ -1,0 +1,162 @@
+"""Checkpoints of a hand-written loop: whole or not at all, as many as wanted, and what a loop goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+from hf_diloco import DiLoCoConfig, OuterLoop
+from hf_diloco.errors import ConfigError
+from hf_diloco.outer.checkpoint import complete_checkpoints
+from tests.full_disk import no_file_beyond
+
+
+class Loop:
+    """A loop of a small model, with data that depends on the step alone."""
+
+    def __init__(self, folder: Path, project: ProjectConfiguration | None = None) -> None:
+        self.accelerator = Accelerator(cpu=True, project_config=project)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        config = DiLoCoConfig(sync_every=4, outer_momentum=0.5)
+        self.outer = OuterLoop(self.accelerator, self.model, self.optimizer, config, output_dir=folder)
+
+    @contextlib.contextmanager
+    def begun(self) -> Iterator[OuterLoop]:
+        if checkpoint := self.outer.common_checkpoint():
+            self.accelerator.load_state(str(checkpoint))
+        with self.outer:
+            yield self.outer
+
+    def train(self, until: int) -> None:
+        while self.outer.global_step < until:
+            data = torch.Generator().manual_seed(self.outer.global_step)
+            self.accelerator.backward(self.model(torch.randn(4, 40, generator=data)).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.outer.step()
+
+    def weights(self) -> torch.Tensor:
+        return self.accelerator.unwrap_model(self.model).weight.detach().clone()
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [index.global_step for _, index in complete_checkpoints(folder)]
+
+
+def test_a_loop_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "whole")
+    with whole.begun() as outer:
+        assert outer.global_step == 0
+        whole.train(10)
+    first = Loop(tmp_path / "broken")
+    with first.begun() as outer:
+        first.train(6)
+        assert outer.save_checkpoint() == tmp_path / "broken" / "checkpoint-6"
+    again = Loop(tmp_path / "broken")
+    with again.begun() as outer:
+        assert (outer.global_step, outer.round) == (6, 1)
+        again.train(10)
+    assert torch.equal(again.weights(), whole.weights())
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(tmp_path)
+    with loop.begun() as outer:
+        for step in (3, 6):
+            loop.train(step)
+            outer.save_checkpoint()
+    damaged = tmp_path / "checkpoint-6" / "optimizer.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert Loop(tmp_path).outer.common_checkpoint() == tmp_path / "checkpoint-3"
+    assert f"{damaged} does not hold what was written to it" in caplog.text
+
+
+def test_a_checkpoint_without_the_accelerators_part_is_not_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path)
+    with loop.begun() as outer:
+        loop.train(1)
+        outer.save_state(tmp_path / "checkpoint-1")
+    assert Loop(tmp_path).outer.common_checkpoint() is None
+    assert "checkpoint-1 holds outer state alone: checkpoint-1 is passed over" in caplog.text
+
+
+def test_as_many_stay_as_wanted(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with loop.begun() as outer:
+        for step in range(1, 6):
+            loop.train(step)
+            outer.save_checkpoint(limit=2 if step > 3 else None)
+            assert steps_in(tmp_path) == ([1, 2, 3][:step] if step <= 3 else [step - 1, step])
+        outer.save_checkpoint(limit=2)  # once more of one step, in its place
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_one_that_begins_anew_beside_checkpoints_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert "begins anew" not in caplog.text
+        with Loop(tmp_path).outer as outer:
+            outer.save_checkpoint()
+    assert f"{tmp_path / 'checkpoint-0'} is there, of an earlier training, and this one begins anew" in caplog.text
+
+
+def test_what_the_user_writes_in_its_place_is_part_of_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with loop.begun() as outer:
+        outer.save_checkpoint(write=lambda folder: torch.save(loop.model.state_dict(), folder / "mine.pt"))
+    assert not (tmp_path / "checkpoint-0" / "optimizer.bin").exists()
+    (tmp_path / "checkpoint-0" / "mine.pt").unlink()
+    assert steps_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("num_bytes", [10, 400, 900], ids=lambda size: f"no file beyond {size} bytes")
+def test_a_full_disk_leaves_the_older_one(num_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(tmp_path)
+    with loop.begun() as outer:
+        loop.train(1)
+        outer.save_checkpoint(limit=1)
+        loop.train(2)
+        with no_file_beyond(num_bytes):
+            assert outer.save_checkpoint(limit=1) is None
+        assert "checkpoint-2 cannot be written" in caplog.text
+        assert "Meanwhile checkpoint-1 stays the newest checkpoint" in caplog.text
+        assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-1"]
+        outer.save_checkpoint(limit=1)
+        assert steps_in(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("limit", ["two", 0, -1, 1.5, True], ids=str)
+def test_limits_that_are_none(limit: Any, tmp_path: Path) -> None:
+    with (
+        Loop(tmp_path).begun() as outer,
+        pytest.raises(ConfigError, match=r"save_checkpoint\(..., limit=.*\): give a whole number from 1 on"),
+    ):
+        outer.save_checkpoint(limit=limit)
+
+
+def test_calls_at_the_wrong_time(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(ConfigError, match="OuterLoop is a context manager"):
+        loop.outer.save_checkpoint()
+    with loop.begun() as outer, pytest.raises(ConfigError, match=r"common_checkpoint\(\) within the `with` block"):
+        outer.common_checkpoint()
+
+
+def test_an_accelerator_that_names_checkpoints_itself(tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    with (
+        Loop(tmp_path, project).begun() as outer,
+        pytest.raises(ConfigError, match="automatic_checkpoint_naming=True: leave it out"),
+    ):
+        outer.save_checkpoint()
