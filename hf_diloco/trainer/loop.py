@@ -156,7 +156,7 @@ class OuterLoop(HasOuterWeights):
             self.global_step = read_index(self._resume_from).global_step
         elif session.island.is_leader and (found := find_complete(self._folder)):
             logger.warning(
-                "%s is there, of an earlier training, and this one begins anew: common_checkpoint() may find it again. "
+                "%s is there, of an earlier training, and this one begins anew: common_checkpoint() may find it. "
                 "Remove it, or take another output_dir",
                 found[-1],
             )
