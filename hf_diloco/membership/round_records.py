@@ -18,6 +18,7 @@ Rate = Annotated[float, Field(ge=0)]
 
 _TRIES = 2
 ABSTENTION = ""
+_NO_EXAMPLES = "no examples behind it"
 
 
 class OfferRecord(Record):
@@ -168,7 +169,7 @@ def why_useless(offer: OfferRecord) -> str:
     """Why an offer never counts; "" if it may."""
     if offer.norm is None:
         return "not finite"
-    return "" if offer.weight else "no examples behind it"
+    return "" if offer.weight else _NO_EXAMPLES
 
 
 def make_plan(
@@ -198,9 +199,11 @@ def make_plan(
             participants.append(Participant(offer=path, island=island, weight=weight, norm=offer.norm))
             rates.append(offer.rates)
     if not participants:
+        remedy = "lower the inner learning rate and resume from an earlier checkpoint"
+        if set(left_out.values()) == {_NO_EXAMPLES}:
+            remedy = "no step had any: count them in step(weight=...), or set weight_by to uniform"
         raise ExchangeError(
-            f"round {attempt.round}: no island has a pseudo-gradient that counts ({left_out}): lower the inner "
-            "learning rate and resume from an earlier checkpoint"
+            f"round {attempt.round}: no island has a pseudo-gradient that counts ({left_out}): {remedy}"
         )
     state = next(iter(offers.values())).state
     return PlanRecord(by=by, state=state, participants=participants, left_out=left_out, rates=agree_on_rates(rates))

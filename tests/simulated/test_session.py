@@ -343,6 +343,19 @@ def test_if_no_island_is_finite_nothing_happens(tmp_path: Path) -> None:
     run_islands(2, island_main)
 
 
+def test_if_no_island_has_examples_that_is_said(tmp_path: Path) -> None:
+    def island_main(island: int) -> None:
+        session = run.join(island, make_model())
+        session.outer.count_step(weight=0.0)
+        with pytest.raises(
+            ExchangeError, match=r"counts.*no examples.*step\(weight=\.\.\.\), or set weight_by to uniform"
+        ):
+            session.sync()
+
+    run = Run(tmp_path, 2, sync_every=1, weight_by="examples")
+    run_islands(2, island_main)
+
+
 # What is undone
 
 
