@@ -99,7 +99,10 @@ class InnerOptimizer:
 
     def zero_buffers(self) -> None:
         """Has the optimizer go on as if it had taken no step yet: momentum, moments, and the count for their bias."""
+        dampens = any(group.get("dampening") for group in self._optimizer.param_groups)
         for state in self._optimizer.state.values():
+            if dampens:  # all gradients but the first: SGD takes one without a momentum for that
+                state.pop("momentum_buffer", None)
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     value.zero_()

@@ -375,6 +375,24 @@ def test_buffers_that_older_versions_of_torch_left_empty_stay_so(tmp_path: Path)
     assert [state["momentum_buffer"] for state in optimizer.state.values()] == [None] * len(saved["state"])
 
 
+def test_zeroed_momentum_with_dampening_begins_as_in_a_new_optimizer(tmp_path: Path) -> None:
+    """SGD dampens all gradients of its momentum but the first."""
+    models = [make_model(), make_model()]
+    settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}
+    trained, afresh = (torch.optim.SGD(model.parameters(), **settings) for model in models)
+    session = Run(tmp_path, 1, sync_every=2, **SLOWMO).session(0)
+    session.join(open_shards(models[0], trained), tmp_path / "0")
+    for batch in batches(0, 2):
+        take_step(models[0], trained, batch)
+        session.outer.count_step()
+    session.sync()
+    models[1].load_state_dict(models[0].state_dict())
+    for batch in batches(9, 2):
+        take_step(models[0], trained, batch)
+        take_step(models[1], afresh, batch)
+        assert torch.equal(*map(weights_of, models))
+
+
 @pytest.mark.parametrize("wanted", ["zero", "keep", None])
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "deepspeed"])
 def test_buffers_after_a_round(kind: str, wanted: str | None, tmp_path: Path) -> None:
