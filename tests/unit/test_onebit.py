@@ -245,6 +245,22 @@ def test_frozen_parameters_keep_still(kind: Any) -> None:
     assert [torch.equal(one, before) for one, before in zip(tensors, start, strict=True)] == [False, True, False]
 
 
+@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+def test_tensors_without_a_gradient_in_the_warm_up_are_not_decayed(kind: Any) -> None:
+    tensors = make_tensors()
+    optimizer = kind(tensors, lr=0.01, freeze_step=2, weight_decay=0.1)
+    start = tensors[1].detach().clone()
+    for step in range(6):
+        give_gradients(tensors if step == 4 else [tensors[0], tensors[2]], step)
+        optimizer.step()
+        assert torch.equal(tensors[1], start)
+        tensors[1].grad = None
+    restored = kind(tensors, lr=0.01, freeze_step=2, weight_decay=0.1)
+    restored.load_state_dict(optimizer.state_dict())
+    run(restored, tensors, range(6, 8))
+    assert torch.equal(tensors[1], start)
+
+
 def test_a_tensor_without_values_is_passed_over() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(0, 3))]
     optimizer = OneBitLamb(parameters, lr=0.1, freeze_step=2)

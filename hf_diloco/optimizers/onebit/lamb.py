@@ -108,6 +108,7 @@ class OneBitLamb(OneBitOptimizer):
         weights.sub_(update.mul_(coeff * group["lr"]))
 
     def _freeze(self, tensors: list[Tensor]) -> None:
+        tensors = [tensor for tensor in tensors if tensor.state]
         roots = [tensor.state["exp_avg"].norm() / tensor.parameter.numel() ** 0.5 for tensor in tensors]
         used = [root for root in roots if root > 0]
         mean = torch.stack(used).mean() if used else torch.ones(())

@@ -26,7 +26,10 @@ MAX_LEFT_OUT = 100
 
 
 class Tensor(NamedTuple):
-    """One trained tensor: the parameter, its group's settings, its state, and its part of the exchanged vector."""
+    """One trained tensor: the parameter, its group's settings, its state, and its part of the exchanged vector.
+
+    The state is empty before its first gradient, and for good if that does not come in the warm-up.
+    """
 
     parameter: torch.nn.Parameter
     group: dict[str, Any]
@@ -42,7 +45,8 @@ class OneBitOptimizer(Optimizer):
     DDP's communication hook that does both.
 
     Values whose second moment is zero at the freeze have had no gradient in the warm-up: their update would be
-    divided by `eps` alone. Their momentum stays zero, unless `freeze_unseen` is false.
+    divided by `eps` alone. Their momentum stays zero, unless `freeze_unseen` is false. A tensor whose `grad` is None
+    all through the warm-up stays as it is, without weight decay, as in torch's optimizers.
 
     A group may have `exp_avg_mask`, which multiplies the momentum of each of its parameters: zero where gradients are
     always zero (position embeddings beyond the sequence length), since one bit cannot stand for zero.
@@ -173,6 +177,9 @@ class OneBitOptimizer(Optimizer):
 
     def _step_compressed(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
+            if not tensor.state:  # its values travel, and nothing moves it
+                tensor.exchanged.zero_()
+                continue
             beta1, _ = tensor.group["betas"]
             torch.mul(tensor.state["exp_avg"], beta1, out=tensor.exchanged)
             if tensor.parameter.grad is not None:
@@ -205,7 +212,7 @@ class OneBitOptimizer(Optimizer):
         if not num_finite:
             return
         for tensor in tensors:
-            if not tensor.parameter.requires_grad:  # frozen: its values travel, and nothing moves it
+            if not tensor.state or not tensor.parameter.requires_grad:  # a frozen one may have had gradients before
                 continue
             if "scale" in tensor.state:
                 tensor.exchanged.div_(tensor.state["scale"])
@@ -303,7 +310,7 @@ class OneBitOptimizer(Optimizer):
                 if not parameter.numel():
                     continue
                 state = self.state[parameter]
-                if not state:
+                if not state and parameter.grad is not None and not self.is_compressed:
                     state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
                     state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
                     state.update(self._new_state(parameter))
