@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco import OneBitAdam, OneBitLamb
 from hf_diloco.apps.lm.runfile import load_run_file
@@ -16,6 +18,7 @@ from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
 from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce
 from hf_diloco.optimizers.onebit.lamb import clip_factor
 from hf_diloco.optimizers.onebit.optimizer import MAX_LEFT_OUT
+from hf_diloco.optimizers.onebit.trainer import OneBitCallback
 from tests.processes import ROOT
 
 SIZES = (1, 7, 8, 4097, 70_001)
@@ -322,6 +325,36 @@ def test_a_resumed_run_is_an_uninterrupted_one(kind: Any, at: int, caplog: pytes
     run(second, parted, range(at, 14))
     assert all(torch.equal(one, other) for one, other in zip(whole, parted, strict=True))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_was_sent_by_a_checkpoint_is_in_the_next_line_of_the_log(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    (tmp_path / "checkpoint-3").mkdir()
+    control = TrainerControl()
+
+    def begin(state: TrainerState) -> tuple[OneBitAdam, OneBitCallback]:
+        tensors = make_tensors()
+        optimizer = OneBitAdam(tensors, lr=0.01, freeze_step=2)
+        run(optimizer, tensors, range(3))
+        callback = OneBitCallback(optimizer)
+        callback.on_train_begin(args, state, control, optimizer=optimizer)
+        return optimizer, callback
+
+    def line(callback: OneBitCallback) -> float | None:
+        logs = {"loss": 1.0}
+        callback.on_log(args, TrainerState(), control, logs=logs)
+        return logs.get("onebit/bytes_sent")
+
+    optimizer, callback = begin(TrainerState())
+    optimizer.bytes_sent += 100
+    assert line(callback) == 100
+    optimizer.bytes_sent += 10
+    callback.on_save(args, TrainerState(global_step=3), control)
+    assert line(callback) == 10
+    optimizer, callback = begin(TrainerState(global_step=3))
+    optimizer.bytes_sent += 5
+    assert line(callback) == 10 + 5
+    assert line(callback) is None
 
 
 def test_errors_of_another_number_of_ranks_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,6 +27,7 @@ from hf_diloco.utils.files import is_write_failure, reason_of
 logger = logging.getLogger("hf_diloco")
 
 METHODS: dict[str, type[OneBitOptimizer]] = {"onebit_lamb": OneBitLamb, "onebit_adam": OneBitAdam}
+_BYTES = "bytes_untold"
 _FILE = re.compile(r"onebit_errors_(\d+)_of_(\d+)\.safetensors")
 
 
@@ -82,7 +83,8 @@ class OneBitCallback(TrainerCallback):
         self._warmup = average_gradients_in_fp16 if warmup_payload == "fp16" else average_gradients
         self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._hooked: Any = None
-        self._bytes_told = 0
+        self._bytes_told = 0  # by this rank, in lines of the log
+        self._bytes_before = 0  # by all ranks, before the checkpoint that training resumed from, and in no line yet
         optimizer.saves_errors = False
 
     def on_train_begin(
@@ -102,16 +104,17 @@ class OneBitCallback(TrainerCallback):
                 "OneBitCallback: the Trainer has another optimizer; give it optimizers=(optimizer, None)"
             )
         self._hook(trainer, args.world_size)
+        self._bytes_before = 0
         if state.global_step:
             self._load(self._resume_path or folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `onebit/bytes_sent`, of all ranks since the last time, to what the Trainer logs."""
-        logs, since = kwargs.get("logs"), self.optimizer.bytes_sent - self._bytes_told
+        logs, since = kwargs.get("logs"), self._bytes_untold
         if logs is None or name_evaluated(logs) is not None or not since:
             return
-        self._bytes_told += since
-        logs["onebit/bytes_sent"] = since * self.optimizer.exchange.num_ranks
+        self._bytes_told, self._bytes_before = self.optimizer.bytes_sent, 0
+        logs["onebit/bytes_sent"] = since
         if state.log_history:
             state.log_history[-1]["onebit/bytes_sent"] = logs["onebit/bytes_sent"]
 
@@ -123,12 +126,19 @@ class OneBitCallback(TrainerCallback):
             exchange = self.optimizer.exchange
             path = checkpoint / f"onebit_errors_{exchange.rank}_of_{exchange.num_ranks}.safetensors"
             try:
-                save_file({name: error.cpu() for name, error in errors.items()}, path)
+                tensors = {name: error.cpu() for name, error in errors.items()}
+                save_file(tensors, path, {_BYTES: str(self._bytes_untold)})
             except Exception as error:
                 if not is_write_failure(error):
                     raise
                 path.unlink(missing_ok=True)
                 logger.error("%s cannot be written (%s): a run from here begins without", path, reason_of(error))
+
+    @property
+    def _bytes_untold(self) -> int:
+        """What all ranks have sent since the last line of the log."""
+        since = self.optimizer.bytes_sent - self._bytes_told
+        return self._bytes_before + (since and since * self.optimizer.exchange.num_ranks)
 
     def _hook(self, trainer: Trainer | None, num_ranks: int) -> None:
         wrapped = trainer.model_wrapped if trainer else None
@@ -147,13 +157,24 @@ class OneBitCallback(TrainerCallback):
             return
         rank, num_ranks = self.optimizer.exchange.rank, self.optimizer.exchange.num_ranks
         path = checkpoint / f"onebit_errors_{rank}_of_{num_ranks}.safetensors"
-        if path.is_file():
-            try:
+        try:
+            self._bytes_before = _read_bytes(
+                path if path.is_file() else next(checkpoint.glob("onebit_errors_*"), None)
+            )
+            if path.is_file():
                 self.optimizer.load_errors(load_file(path))
-            except (SafetensorError, KeyError, RuntimeError) as error:
-                raise CheckpointError(f"{path} cannot be read ({error}): resume from an earlier checkpoint") from None
-            return
+                return
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}): resume from an earlier checkpoint") from None
         sizes = {int(match[2]) for one in checkpoint.glob("onebit_errors_*") if (match := _FILE.fullmatch(one.name))}
         others = " and ".join(map(str, sorted(sizes - {num_ranks})))
         reason = f"is of {others} ranks, and this run has {num_ranks}" if others else "holds none of this rank"
         self.optimizer.lose_errors(f"{checkpoint} {reason}")
+
+
+def _read_bytes(path: Path | None) -> int:
+    """What all ranks had sent by a checkpoint that was in no line of the log yet; `path` holds a rank's errors."""
+    if path is None:
+        return 0
+    with safe_open(path, "pt") as stored:
+        return int((stored.metadata() or {}).get(_BYTES, 0))
