@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_diloco.errors import ConfigError, UnsupportedError
@@ -25,7 +26,7 @@ def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
     from hf_diloco.inner.zero import is_deepspeed, open_deepspeed, refuse_split_models
 
     is_sharded = is_fsdp2(model)
-    _refuse_sharded_elsewhere(model, is_sharded)
+    _refuse_unreadable(model, is_sharded)
     refuse_split_models(model)
     inner = unwrap_optimizer(optimizer)
     shards: Shards
@@ -60,7 +61,7 @@ def refuse_foreign_optimizer(model: nn.Module, optimizer: Any, remedy: str) -> N
         raise ConfigError(f"optimizer trains none of the parameters of model, a {kind}: {remedy}")
 
 
-def _refuse_sharded_elsewhere(model: nn.Module, is_fsdp2: bool) -> None:
+def _refuse_unreadable(model: nn.Module, is_fsdp2: bool) -> None:
     for name, module in model.named_modules():
         if "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}:
             raise UnsupportedError(
@@ -76,3 +77,8 @@ def _refuse_sharded_elsewhere(model: nn.Module, is_fsdp2: bool) -> None:
             )
         if parameter.is_meta:
             raise UnsupportedError(f"parameter {name} has no data (meta device): load the model before training")
+        if parameter.requires_grad and parameter.dtype == torch.float64:
+            raise UnsupportedError(
+                f"parameter {name} is float64, and islands keep and exchange float32: every round would round it; "
+                "make it float32 before training (model.float()), or freeze it (requires_grad=False)"
+            )

@@ -44,6 +44,7 @@ REFUSED = {
     "all frozen": "the model has no trainable parameter: nothing to synchronise",
     "meta device": "parameter weight has no data .*: load the model before training",
     "not contiguous": r"parameter weight is not contiguous in memory: call .contiguous\(\) on it",
+    "doubles": r"parameter weight is float64, and islands keep and exchange float32: .*model.float\(\)",
     "complex numbers": "parameter weight has type torch.complex64: only floating-point parameters",
     "files of other machines": r"was written by 3 ranks, and this island has 2: .*of 1 ranks\), or start 3 ranks",
     "folder of one machine": "elsewhere/step_universal .* is not on this rank's disk: .* all machines of the island",

@@ -265,6 +265,11 @@ def not_contiguous() -> Made:
     return model, torch.optim.AdamW(model.parameters())
 
 
+def of_doubles() -> Made:
+    model = nn.Linear(8, 4, dtype=torch.float64)
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def of_complex_numbers() -> Made:
     model = nn.Linear(8, 4, dtype=torch.complex64)
     return model, torch.optim.AdamW(model.parameters())
@@ -345,6 +350,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "all frozen": frozen,
     "meta device": on_meta,
     "not contiguous": not_contiguous,
+    "doubles": of_doubles,
     "complex numbers": of_complex_numbers,
     "one value zero3": of_one_value,
     "files of other machines": loaded_without_files,
