@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from glob import escape
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,18 @@ from safetensors.torch import load_file, save_file
 from hf_diloco.errors import CheckpointError
 from hf_diloco.outer.checkpoint import OuterIndex, complete_checkpoints, load_outer, read_index
 
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
 _COMPILED = "_orig_mod."  # put before names by torch.compile
 _ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)")
 """In a parameter's name, what its adapter is called: "default", unless `get_peft_model` was given another name."""
+
+_PROMPTS = {
+    "prompt_encoder.embedding.weight": "prompt_embeddings",
+    "prompt_encoder.prefix_task_cols": "prefix_task_cols",
+    "prompt_encoder.prefix_task_rows": "prefix_task_rows",
+}
+"""Prompts that are parameters themselves: their names in the model and in files."""
 
 
 def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
@@ -77,15 +85,12 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
     if folder.exists():
         raise CheckpointError(f"{folder} exists already: name another folder, or remove it")
     parameters = outer_parameters(checkpoint, index)
-    adapter = next((found[1] for found in map(_ADAPTER.search, parameters) if found), "default")
     source = like or checkpoint
-    # PEFT saves an adapter that is not called "default" in a folder of its name.
-    settings = source / ("" if (source / ADAPTER_CONFIG).is_file() else adapter) / ADAPTER_CONFIG
-    if settings.is_file():
+    adapter, settings = _find_adapter(source, parameters)
+    if settings is not None:
+        adapters = _in_files_of_peft(checkpoint, adapter, parameters)
         folder.mkdir(parents=True)
-        place = re.compile(rf"(?:\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
-        adapters = {place.sub("", name): value.clone() for name, value in parameters.items()}
-        save_file(adapters, folder / "adapter_model.safetensors", {"format": "pt"})
+        save_file(adapters, folder / ADAPTER, {"format": "pt"})
         shutil.copy2(settings, folder)
     elif (source / CONFIG).is_file():
         _save_model(source, checkpoint, parameters, folder)
@@ -98,6 +103,42 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copy2(path, folder)
+
+
+def _find_adapter(source: Path, parameters: Iterable[str]) -> tuple[str, Path | None]:
+    """An adapter's name, and where PEFT's settings of it are: in a folder of that name unless it is "default"."""
+    named = next((found[1] for found in map(_ADAPTER.search, parameters) if found), "")
+    if (source / ADAPTER_CONFIG).is_file():
+        return named or "default", source / ADAPTER_CONFIG
+    settings = next(iter(sorted(source.glob(f"{escape(named) or '*'}/{ADAPTER_CONFIG}"))), None)
+    return named or (settings.parent.name if settings else ""), settings
+
+
+def _in_files_of_peft(
+    checkpoint: Path, adapter: str, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Outer parameters by the names that PEFT gives them in files, and what else it has written of the adapter.
+
+    Raises:
+        CheckpointError: PEFT writes prompts that it computes from the parameters.
+    """
+    place = re.compile(rf"(?:\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
+    found = {_name_in_file(place.sub("", name)): value.clone() for name, value in parameters.items()}
+    if any(name.startswith("prompt_encoder.") for name in found):
+        raise CheckpointError(
+            f"{checkpoint} holds what prompts are computed from, and PEFT's files the prompts: make them where the "
+            "model is trained, by save_model within outer_weights()"
+        )
+    written = [checkpoint / ADAPTER, checkpoint / adapter / ADAPTER]
+    return {**next((load_file(path) for path in written if path.is_file()), {}), **found}
+
+
+def _name_in_file(name: str) -> str:
+    """What PEFT calls a parameter in files, of its name without the adapter's."""
+    if name.endswith(".vblora_vector_bank"):
+        return "base_model.vblora_vector_bank"
+    name = _PROMPTS.get(name, name)
+    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def _save_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tensor], folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,49 @@ def test_whole_modules_beside_adapters(name: str, tmp_path: Path) -> None:
     found = dict(loaded.named_parameters())
     assert any("modules_to_save" in one for one in expected)
     assert all(torch.equal(found[one.replace(f".{name}.", ".default.")], expected[one]) for one in expected)
+
+
+def make_adapters(kind: str, name: str = "default") -> Any:
+    import peft
+
+    prompts = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    settings: dict[str, Any] = {
+        "dora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
+        "ia3": lambda: peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        "vera": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"]),  # whose projections are not trained
+        "prompts": lambda: peft.PromptTuningConfig(**prompts),
+        "prefix": lambda: peft.PrefixTuningConfig(**prompts),
+        "computed": lambda: peft.PromptEncoderConfig(**prompts, encoder_hidden_size=4),
+    }
+    base = make_model(lora=False, tied=False, seed=1)
+    return peft.get_peft_model(base, settings[kind](), adapter_name=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("dora", "default"), ("ia3", "own"), ("vera", "own"), ("prompts", "default"), ("prefix", "own")]
+)
+def test_adapters_of_all_kinds_are_as_peft_saves_them(kind: str, name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model, checkpoint = make_adapters(kind, name), tmp_path / "checkpoint-1"
+    expected = of_known_values(model, checkpoint)
+    export(checkpoint, read_index(checkpoint), tmp_path / "adapter")
+    saved = load_file(checkpoint / ("" if name == "default" else name) / "adapter_model.safetensors")
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() == saved.keys()
+    loaded = PeftModel.from_pretrained(make_model(lora=False, tied=False, seed=1), str(tmp_path / "adapter"))
+    found = dict(loaded.named_parameters())
+    for one, value in expected.items():
+        assert torch.equal(found[re.sub(rf"\.{name}(?=\.|$)", ".default", one)], value), one
+
+
+def test_prompts_that_are_computed_are_refused(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-1"
+    of_known_values(make_adapters("computed"), checkpoint)
+    with pytest.raises(
+        CheckpointError, match=r"holds what prompts are computed from.*save_model within outer_weights"
+    ):
+        export(checkpoint, read_index(checkpoint), tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_values_of_another_model_are_not_left_out(tmp_path: Path) -> None:
