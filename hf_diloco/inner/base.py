@@ -39,7 +39,7 @@ class InnerOptimizer:
         self.groups = groups or {}
         self._optimizer = optimizer
         self._param_groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", []))
-        self.rates = [float(group["lr"]) for group in self._param_groups]
+        self.rates = [float(group.get("lr") or 0.0) for group in self._param_groups]
 
     @property
     def num_groups(self) -> int:
@@ -52,12 +52,13 @@ class InnerOptimizer:
         Schedulers change them right after a step, before or after anybody else is told of it.
 
         Raises:
-            UnsupportedError: the optimizer is none of torch's.
+            UnsupportedError: the optimizer is none of torch's, or chooses its own rates, as Adafactor may.
         """
-        if not isinstance(self._optimizer, torch.optim.Optimizer):
+        has_rates = all(group.get("lr") is not None for group in self._param_groups)
+        if not (isinstance(self._optimizer, torch.optim.Optimizer) and has_rates):
             raise UnsupportedError(
                 f"the learning rates of {self.kind} cannot be seen, and this method of the outer loop needs them: use "
-                "a torch.optim optimizer, or method=diloco"
+                "a torch.optim optimizer with a learning rate, or method=diloco"
             )
 
         self._optimizer.register_step_pre_hook(lambda *_: self._note_rates())

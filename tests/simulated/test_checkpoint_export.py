@@ -160,7 +160,7 @@ def test_whole_modules_beside_adapters(name: str, tmp_path: Path) -> None:
 def make_adapters(kind: str, name: str = "default") -> Any:
     import peft
 
-    prompts = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    prompts: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
     settings: dict[str, Any] = {
         "dora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
         "ia3": lambda: peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
 
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, DiLoCoError, FingerprintError, UnsupportedError
@@ -467,6 +468,19 @@ def test_buffers_are_averaged_over_the_islands(kind: str, tmp_path: Path) -> Non
     plain = weights_of(make_model()).numel() * 4
     assert {sent for _, _, sent in results} >= {results[0][2]}
     assert min(sent for _, _, sent in results) >= (1 + len(names)) * plain, "the further vectors are counted"
+
+
+def test_an_optimizer_that_chooses_its_own_rates(tmp_path: Path) -> None:
+    """It has none that SlowMo could see; DiLoCo needs none."""
+    model = make_model()
+    optimizer = Adafactor(model.parameters())
+    with pytest.raises(UnsupportedError, match=r"learning rates of Adafactor cannot be seen.*method=diloco"):
+        Run(tmp_path, 1, **SLOWMO).session(0).join(open_shards(model, optimizer), tmp_path / "0")
+    session = Run(tmp_path, 1, sync_every=1).session(0)
+    session.join(open_shards(model, optimizer), tmp_path / "1")
+    take_step(model, optimizer, batches(0, 1)[0])
+    session.outer.count_step()
+    assert session.sync().round == 1
 
 
 def test_an_optimizer_whose_buffers_are_not_known_is_refused(tmp_path: Path) -> None:
