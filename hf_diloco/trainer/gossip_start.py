@@ -181,6 +181,7 @@ class Beginning:
                     )
         _check_folders([*others, place])
         self._note(others)
+        self._tell_rates(others)
         self._begin_at(self._node.enter, state, scheduler)
         logger.warning(
             "node %d is back: it goes on from the mean of its neighbours, at step %d",
@@ -222,12 +223,32 @@ class Beginning:
         elif not step:
             facts["initial weights (set the same seed)"] = digest_of(model)
         mine = {"facts": join_facts(facts, self._facts), "step": step, "life": secrets.token_hex(4), **place}
+        mine["rates"] = self._base_rates
         records = self._node.share("join", mine)
         compare_facts([record["facts"] for record in records], "node")
         _check_folders(records)
         self._note(records)
+        if self.entry_step is not None:
+            self._tell_rates([record for record in records if record["node"] != self._config.node])
         if self.passed:
             _forget_evaluations(state)
+
+    @property
+    def _base_rates(self) -> list[float]:
+        """The learning rate that the schedule of each parameter group multiplies."""
+        return [float(group.get("initial_lr", group["lr"])) for group in self._optimizer.param_groups]
+
+    def _tell_rates(self, records: Sequence[Record]) -> None:
+        """Warns if this node, which enters, has another learning rate than those whose checkpoints hold theirs."""
+        mine, others = self._base_rates, [record["rates"] for record in records if "rates" in record]
+        if others and mine not in others:
+            logger.warning(
+                "node %d enters with learning rates of %s, and the others train with %s, as in their checkpoints, "
+                "whatever learning_rate is now: set it back, and start this node again; or start all in a new folder",
+                self._config.node,
+                mine,
+                others[0],
+            )
 
     def _note(self, records: Sequence[Record]) -> None:
         """What nodes say of this training, node 0 first: it does not return."""

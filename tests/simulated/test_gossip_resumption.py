@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -237,6 +238,20 @@ def test_a_run_that_outlived_a_lost_node_goes_on(payload: str, tmp_path: Path) -
         assert 16 in whole_checkpoints(run.folder / f"island-{node}")
         (news,) = [event["news"] for event in events(run, node, "neighbour")]
         assert "node 2 lacks the checkpoint of step 8" in news
+
+
+def test_a_node_that_enters_says_where_its_learning_rate_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_of(tmp_path)
+    assert simulate(run) == 0
+    lose(run, 2, 4, 8)
+    said = r"node 2 enters with learning rates of \[.*\], and the others train with \[.*\]"
+    assert simulate(run_of(tmp_path, "training.max_steps=12")) == 0
+    assert not re.search(said, caplog.text)
+    lose(run, 2, 12)
+    assert simulate(run_of(tmp_path, "training.max_steps=16", "training.learning_rate=0.0123")) == 0
+    assert re.search(said, caplog.text)
 
 
 @pytest.mark.parametrize("lost", [pytest.param((8,), marks=pytest.mark.slow), (4, 8)])
