@@ -18,6 +18,10 @@ same way:
 
 A commit of an average against the votes, which any island could write first, counts as damaged.
 
+Where islands exchange directly, all that have taken a round may be killed before its average is in the store, and come
+back from earlier checkpoints: then nobody holds it any more. Its commit is revoked, by a record beside it
+(`revoked.json`), and the round goes to the next attempt.
+
 So a record that is damaged at any time, also after some have read it, leads nobody to another decision. One that only
 seems damaged, because another program is still copying it, costs an attempt and no more; it is given a moment.
 """
@@ -34,6 +38,7 @@ from hf_diloco.utils.clock import REAL, Clock
 MAX_ATTEMPTS = 100
 """Attempts of one round at most: their numbers have two digits."""
 _OUTCOMES = ("outcome.json", *(f"outcome-{number}.json" for number in range(2, 10)))
+_REVOKED = "revoked.json"
 SETTLE_SECONDS = 2.0
 """How long what cannot be read is looked at again: another program may be copying it."""
 _LOOKS = 4
@@ -139,6 +144,14 @@ class Decisions:
                 reason = f"island {found.by} wrote {path}, and most of those who take part hold another average"
                 self._log.refuse(path, error := ForgedError(reason, found.by))
                 self._log.refuse_island(error)
+
+    def revoked(self, attempt: str) -> OutcomeRecord | None:
+        """What counts instead of the commit of the attempt in a folder; None if that has not been revoked."""
+        return self._log.read_or_refuse(f"{attempt}/{_REVOKED}", OutcomeRecord)
+
+    def revoke(self, attempt: str, reason: str) -> None:
+        """From now on the commit of the attempt in a folder counts as an abort."""
+        self._log.place(f"{attempt}/{_REVOKED}", self._abort(reason))
 
     def void(self, attempt: str, reason: str) -> OutcomeRecord:
         """Aborts an attempt whose plan cannot be read, unless it is committed; returns what counts."""

@@ -95,6 +95,8 @@ class Quorum:
             if plan is None:
                 return attempt
             outcome = self._decisions.outcome(attempt.path)
+            if outcome and outcome.kind == "commit" and self._rules.needs_presence:
+                outcome = self._decisions.revoked(attempt.path) or outcome
             if outcome is None or outcome.kind == "commit":
                 return replace(attempt, plan=plan, outcome=outcome)
             reason = outcome.reason
@@ -259,6 +261,42 @@ class Quorum:
         """Says that an offer's objects cannot be used; returns what was decided, which may be otherwise."""
         record = OutcomeRecord(by=self._members.island, kind="abort", unusable=offer, reason=reason)
         return self._decisions.decide(attempt.path, record)
+
+    def revoke(self, attempt: Attempt, offers: Sequence[OfferRecord]) -> bool:
+        """Has a committed round that is not in the store taken again, if nobody holds it any more.
+
+        Nobody does once every island that took it runs as another process, which has come back from before it. Then
+        nobody can have come to later rounds either: these go first, so that none is left if this island is killed.
+
+        Args:
+            attempt: of the round.
+            offers: that are in it.
+
+        Returns:
+            Whether the round is taken again.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        alive = self._members.alive()
+        for offer in offers:
+            heartbeat, incarnation = alive.get(offer.island), self._members.incarnation_of(offer.island)
+            if heartbeat is None or heartbeat.round >= attempt.round or incarnation == offer.incarnation:
+                return False
+        later: list[Attempt] = []
+        try:
+            while (following := self.current(attempt.round + 1 + len(later))).plan is not None:
+                later.append(following)
+            if self.current(attempt.round).number != attempt.number:  # others were faster, and may have gone on since
+                return True
+        except PayloadError:  # a record of one of them is damaged
+            return False
+        reason = f"all islands that took round {attempt.round} were killed before its average was in the store"
+        logger.warning("round %d is taken again: %s", attempt.round, reason)
+        for one in (*reversed(later), attempt):
+            if (one.outcome or self.abort(one, "", reason)).kind == "commit":
+                self._decisions.revoke(one.path, reason)
+        return True
 
     def processes(self) -> dict[int, int]:
         """Islands that take part or are about to, each with the incarnation of its process."""

@@ -88,7 +88,7 @@ class OutcomeRecord(Record):
 
     Attributes:
         by: the island that wrote it.
-        kind: for all islands, for ever.
+        kind: for all islands, for ever (but see `Quorum.revoke`).
         mean: digest of the average, if committed.
         unusable: the offer whose objects could not be used, if aborted.
         reason: why aborted.

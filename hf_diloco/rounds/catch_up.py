@@ -143,16 +143,22 @@ class Recovery:
         self._notes = WaitNotes(self.config.island, clock=self._clock)
 
     def await_average(self, planned: PlannedRound) -> bool:
-        """Whether the average of a committed round is in the store, or comes there before a later snapshot does."""
+        """Whether the average of a committed round is in the store, or comes there before a later snapshot does.
+
+        Where nobody is left to put it there, the round is taken again; see `Quorum.revoke`.
+        """
         return self.island.on_leader(lambda: self._await_average(planned))
 
     def _await_average(self, planned: PlannedRound) -> bool:
-        engine = self._context.engine_of(planned.number)
+        engine, quorum = self._context.engine_of(planned.number), self._context.quorum
+        assert quorum is not None
         deadline = self._clock.now() + self.config.exchange_timeout
         wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.number}")
         islands = [offer.island for offer in planned.offers]
         while not engine.has_average(planned):
             if self._snapshots.newest(self.outer.round) is not None or self._clock.now() >= deadline:
+                return False
+            if quorum.revoke(planned.as_attempt, planned.offers):
                 return False
             wait.look(f"its average in the store, from {name_all(islands)}")
             self._clock.sleep(_LOOK_SECONDS)

@@ -41,7 +41,7 @@ _OF_INCARNATION = {"host", "pid", "folder"}  # shown as they are
 _OF_HEARTBEAT = {"phase", "round", "steps", "tokens_per_second", "num_ranks"}
 _POLL_SECONDS = 0.5
 _USUAL_ROUNDS = 5  # at least so many are looked at for the usual time of one
-_PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome(?:-[2-9])?)\.json")
+_PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome(?:-[2-9])?|revoked)\.json")
 
 ByIsland = Mapping[int, Mapping[int, Entry]]
 """Claims or heartbeats, by island and number of the process."""
@@ -246,7 +246,8 @@ class Observer:
             records = attempts[attempt]
             plan = self._find([path for path in records if path.endswith("/plan.json")], records, PlanRecord)
             names = sorted(filter(is_outcome, records), key=len)  # outcome.json before outcome-2.json
-            outcome = self._find(names, records, OutcomeRecord)
+            revoked = [path for path in records if path.endswith("/revoked.json")]
+            outcome = self._find([*revoked, *names], records, OutcomeRecord)
             of_attempt = self._read_offers(records)
             offers |= of_attempt
             newest = list(of_attempt.values())

@@ -39,6 +39,8 @@ from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.joining import Joining, await_islands
 from hf_diloco.rounds.snapshots import Snapshots
+from hf_diloco.status.check import check_store
+from hf_diloco.status.observer import Observer
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.torch_store import BytesRecord, ValueStore
 from hf_diloco.transport import meeting as connecting
@@ -1010,6 +1012,62 @@ def test_where_an_average_was_not_kept_a_snapshot_takes_its_place(tmp_path: Path
     assert [member.session.outer.round for member in after] == [3, 3]
     assert after[0].hash == after[1].hash
     assert after[0].reports[-1].participants == [0, 1]
+
+
+@only("mesh")
+@pytest.mark.parametrize("rounds_since", [1, 2])
+def test_rounds_that_nobody_holds_any_more_are_taken_again(tmp_path: Path, rounds_since: int) -> None:
+    """All islands were killed before an average was in the store, or a checkpoint of that round."""
+    meeting = Meeting(tmp_path, 2, grace=1.0, snapshot_every=100)
+    islands = run_islands(2, lambda island: meeting.island(island).train(3))
+    checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
+    for member in islands:
+        member.session.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.rescue_average = lambda: None  # type: ignore[method-assign]
+    run_islands(2, lambda island: islands[island].train(2 * rounds_since))
+    assert islands[0].session.outer.round == 1 + rounds_since
+    for member in islands:
+        member.die()
+
+    def go_on(island: int) -> Member:
+        member = meeting.island(island, checkpoint=checkpoints[island])
+        assert (member.session.outer.round, member.session.outer.steps) == (1, 1)
+        return member.train_to(4)
+
+    again = run_islands(2, go_on)
+    assert [report.round for report in again[0].reports] == [2, 3, 4]
+    assert all(report.participants == [0, 1] for report in again[0].reports)
+    assert again[0].hash == again[1].hash
+    again[1].leave(finished=False)
+    late = meeting.island(1, checkpoint=checkpoints[1])
+    assert late.hash == again[0].hash, "it finds the rounds that count"
+    seen = {found.round: found for found in Observer(ObjectStore(meeting.url), b"").look().rounds}
+    assert (seen[2].state, seen[2].attempts) == ("committed", 2)
+    assert "were killed before its average was in the store" in seen[2].aborted[0]
+    assert all("revoked" not in finding.path for finding in check_store(ObjectStore(meeting.url), b"").findings)
+
+
+@only("mesh")
+def test_a_round_that_one_island_holds_is_not_taken_again(tmp_path: Path) -> None:
+    """Its checkpoint may be of it."""
+    meeting = Meeting(tmp_path, 3, min_islands=2, snapshot_every=100, join_timeout=5.0, exchange_timeout=5.0)
+    islands = run_islands(3, lambda island: meeting.island(island).train(2))
+    checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
+    for member in islands:
+        member.session.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+    run_islands(3, lambda island: islands[island].train(2))
+    newest = islands[2].save(tmp_path / "newest")
+    for member in islands:
+        member.die()
+    ends = try_islands(2, lambda island: meeting.island(island, checkpoint=checkpoints[island]))
+    assert all("stop all, and start them with an empty rendezvous" in str(end) for end in ends)
+
+    def go_on(island: int) -> Member:
+        checkpoint = newest if island == 2 else checkpoints[island]
+        return meeting.island(island, checkpoint=checkpoint, join_timeout=60.0).train_to(3)
+
+    again = run_islands(3, go_on)
+    assert len({member.hash for member in again}) == 1
 
 
 @only("mesh")
