@@ -305,6 +305,9 @@ class Quorum:
     def await_outcome(self, attempt: Attempt, offers: Sequence[OfferRecord], patience: float) -> OutcomeRecord:
         """Returns how an attempt that other islands carry out is decided; one that nobody does is aborted.
 
+        They cannot without this one, if it is a participant: it no longer holds what it has offered, so at most votes
+        are missing. Several participants may be in the same position, and must not wait for each other.
+
         Raises:
             IslandLostError: it is not decided within `patience` seconds.
             StopRequested: this island was asked to stop.
@@ -312,16 +315,20 @@ class Quorum:
         """
         deadline = self._clock.now() + patience
         wait = self._notes.begin(patience, f"round {attempt.round}, which others carry out")
-        seen_at = self._clock.now()
+        seen_at, grace = self._clock.now(), min(self._rules.grace, patience)
+        others = [offer for offer in offers if offer.island != self._members.island]
+        takes_part = len(others) < len(offers)
+        reason = "its participants are gone"
+        if takes_part:
+            reason = f"island {self._members.island} no longer holds what it has offered"
         while (outcome := self._decisions.outcome(attempt.path)) is None:
             alive = self._members.alive()
-            others = [offer for offer in offers if offer.island != self._members.island]
-            if any(self._candidates.waits(offer, alive) for offer in others):
+            if not takes_part and any(self._candidates.waits(offer, alive) for offer in others):
                 seen_at = self._clock.now()
             if self._should_stop():
                 raise StopRequested
-            if self._clock.now() - seen_at >= self._rules.grace:
-                return self.abort(attempt, "", "its participants are gone")
+            if self._clock.now() - seen_at >= grace:
+                return self.abort(attempt, "", reason)
             if self._clock.now() >= deadline:
                 raise IslandLostError(f"round {attempt.round} is not decided after {patience:g} s")
             wait.look([offer.island for offer in others])

@@ -989,6 +989,38 @@ def test_an_attempt_that_nobody_carries_out_is_given_up(tmp_path: Path) -> None:
 
 
 @only("mesh")
+@pytest.mark.parametrize("exchange_timeout", [2.0, 600.0])
+def test_an_attempt_that_all_have_missed_is_given_up(
+    tmp_path: Path, fast_clock: FastClock, exchange_timeout: float
+) -> None:
+    """The store did not answer when it was planned. All have trained on, and none waits for the others to exchange."""
+    meeting = Meeting(tmp_path, 2, grace=3.0, exchange_timeout=exchange_timeout)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    for member in islands:
+        engine = member.session.engines[0]
+        engine.average = fails_once(engine, "average", StoreError("the store is down"))  # type: ignore[method-assign]
+    run_islands(2, lambda island: islands[island].train(2))
+    assert [member.missed for member in islands] == [1, 1]
+    begun = fast_clock.now()
+    run_islands(2, lambda island: islands[island].train_to(2))
+    assert fast_clock.now() - begun < 60
+    assert islands[0].hash == islands[1].hash
+    assert islands[0].reports[-1].participants == [0, 1]
+
+
+def fails_once(owner: object, name: str, error: Exception) -> Callable[..., Any]:
+    """A method that raises an error, and then does what it did before."""
+    method, errors = getattr(owner, name), [error]
+
+    def call(*args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return method(*args)
+
+    return call
+
+
+@only("mesh")
 def test_where_an_average_was_not_kept_a_snapshot_takes_its_place(tmp_path: Path) -> None:
     """The island that was to put it into the store died; it comes back, and needs it."""
     meeting = Meeting(tmp_path, 2, grace=1.0, snapshot_every=100)
