@@ -98,12 +98,36 @@ class Archive:
             self._snapshots.wait()
             self.write_snapshot(folder)
 
+    def rescue_checkpoint(self, number: int) -> None:
+        """As `rescue_average`, by an island that resumes from a checkpoint of round `number`.
+
+        All islands may have been killed. Those that resume from earlier rounds take part only once they have it.
+        """
+
+        def is_missing() -> bool:
+            is_known = self._snapshots.newest(number - 1) is not None
+            return not is_known and not all(map(self._has_average, range(max(1, number - 1), number + 1)))
+
+        if number and self._context.engines[0].needs_presence and self.island.on_leader(is_missing):
+            self._tell_and_write(number)
+
+    def _has_average(self, number: int) -> bool:
+        assert self._context.quorum is not None
+        try:
+            attempt = self._context.quorum.current(number)
+        except PayloadError:
+            return False
+        return attempt.outcome is None or self._context.engine_of(number).has_average(number, attempt.number)
+
     def rescue_average(self) -> None:
         """Where nobody has put the average of one of the last rounds into the store, a snapshot takes its place."""
         if self.island.on_leader(self._is_average_missing):
-            logger.info("an average up to round %d is not in the store: writing a snapshot", self.outer.round)
-            self._snapshots.wait()
-            self.write_snapshot()
+            self._tell_and_write(self.outer.round)
+
+    def _tell_and_write(self, number: int) -> None:
+        logger.info("an average up to round %d is not in the store: writing a snapshot", number)
+        self._snapshots.wait()
+        self.write_snapshot()
 
     def _is_average_missing(self) -> bool:
         """Whether nobody can catch up with one of them, and it is on this island, of those left, to change that."""
@@ -117,7 +141,7 @@ class Archive:
     def _is_missing(self, planned: PlannedRound, outcome: OutcomeRecord, left: Set[int]) -> bool:
         if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
             return False
-        return not self._context.engine_of(planned.number).has_average(planned)
+        return not self._context.engine_of(planned.number).has_average(planned.number, planned.attempt)
 
 
 def _has_author_of(planned: PlannedRound, before: PlannedRound, outcome: OutcomeRecord) -> bool:
@@ -155,7 +179,7 @@ class Recovery:
         deadline = self._clock.now() + self.config.exchange_timeout
         wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.number}")
         islands = [offer.island for offer in planned.offers]
-        while not engine.has_average(planned):
+        while not engine.has_average(planned.number, planned.attempt):
             if self._snapshots.newest(self.outer.round) is not None or self._clock.now() >= deadline:
                 return False
             if quorum.revoke(planned.as_attempt, planned.offers):

@@ -239,30 +239,32 @@ class DirectEngine(Engine):
         try:
             info, _ = self._bucket.publish(mean, f"{folder}/rank-{self._ranks.rank:05d}.bin", CODECS["fp32"])
             record = MeanRecord(rank=self._ranks.rank, num_ranks=self._ranks.size, object=info.model_dump())
-            self._log.put(f"{_mean_folder(planned)}/rank-{self._ranks.rank:05d}.json", record)
+            in_attempt = _mean_folder(planned.number, planned.attempt)
+            self._log.put(f"{in_attempt}/rank-{self._ranks.rank:05d}.json", record)
         except DiLoCoError as error:
             logger.warning("the average of round %d is not in the store: %s", planned.number, error)
 
     def _need_mean(self, planned: PlannedRound) -> list[ObjectInfo]:
-        found = self._find_mean(planned)
+        folder = _mean_folder(planned.number, planned.attempt)
+        found = self._find_mean(folder)
         if found is None:
-            raise PayloadError(f"the average of round {planned.number} is not in the store", _mean_folder(planned))
+            raise PayloadError(f"the average of round {planned.number} is not in the store", folder)
         return found
 
-    def has_average(self, planned: PlannedRound) -> bool:
-        return self._find_mean(planned) is not None
+    def has_average(self, number: int, attempt: int) -> bool:
+        return self._find_mean(_mean_folder(number, attempt)) is not None
 
-    def _find_mean(self, planned: PlannedRound) -> list[ObjectInfo] | None:
+    def _find_mean(self, folder: str) -> list[ObjectInfo] | None:
         """Where a round's average is, once all of it is in the store."""
-        records = [self._log.read_or_refuse(path, MeanRecord) for path in self._log.list(f"{_mean_folder(planned)}/")]
+        records = [self._log.read_or_refuse(path, MeanRecord) for path in self._log.list(f"{folder}/")]
         whole = [record for record in records if record is not None]
         if not whole or [record.rank for record in whole] != list(range(whole[0].num_ranks)):
             return None
         return [read_info(record.object) for record in whole]
 
 
-def _mean_folder(planned: PlannedRound) -> str:
-    return f"rounds/{planned.number:08d}/{planned.attempt:02d}/mean"
+def _mean_folder(number: int, attempt: int) -> str:
+    return f"rounds/{number:08d}/{attempt:02d}/mean"
 
 
 # Where islands cut the parameters differently

@@ -65,8 +65,8 @@ class Engine(ABC):
     def values_of(self, offer: OfferRecord) -> torch.Tensor | None:
         """This rank's part of what an earlier offer held, as the others have used it; None if nobody has it."""
 
-    def has_average(self, planned: PlannedRound) -> bool:
-        """Whether who comes late finds what a committed plan amounts to in the store."""
+    def has_average(self, number: int, attempt: int) -> bool:
+        """Whether who comes late finds what a committed attempt of round `number` amounts to in the store."""
         return True
 
     def settled(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:  # noqa: B027

@@ -163,7 +163,9 @@ class Joining:
             self.island.on_leader(self._refuse_other_life)
             if self.outer.steps_left < 0:  # rounds were missed: else all fragments would be due at once, ever after
                 self.outer.set_due_in(0)
+            number = self.outer.round
             self._catch_up(is_resuming=True)
+            self._rounds.archive.rescue_checkpoint(number)
         elif from_checkpoint and not is_new and parent != self._run.parent:
             raise CheckpointError(
                 f"the checkpoint belongs to run {parent or '(none)'}, and {self.config.rendezvous} holds run "

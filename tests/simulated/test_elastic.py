@@ -1103,6 +1103,29 @@ def test_a_round_that_one_island_holds_is_not_taken_again(tmp_path: Path) -> Non
 
 
 @only("mesh")
+@pytest.mark.parametrize("rounds_since", [1, 2])
+def test_who_resumes_from_a_round_that_is_not_in_the_store_shares_it_at_once(
+    tmp_path: Path, rounds_since: int
+) -> None:
+    """The others wait for it before they take part, and it would wait for them."""
+    meeting = Meeting(tmp_path, 2, snapshot_every=100, join_timeout=60.0, sync_timeout=180.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    older = islands[0].save(tmp_path / "older")
+    for member in islands:
+        member.session.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.rescue_average = lambda: None  # type: ignore[method-assign]
+    run_islands(2, lambda island: islands[island].train(2 * rounds_since))
+    newer = islands[1].save(tmp_path / "newer")
+    for member in islands:
+        member.die()
+    again = run_islands(2, lambda island: meeting.island(island, checkpoint=newer if island else older))
+    assert [member.session.outer.round for member in again] == [1 + rounds_since] * 2
+    assert again[0].hash == again[1].hash
+    run_islands(2, lambda island: again[island].train_to(2 + rounds_since))
+    assert again[0].hash == again[1].hash
+
+
+@only("mesh")
 def test_connections_last_while_the_same_islands_take_part(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 2)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
