@@ -18,8 +18,8 @@ same way:
 
 A commit of an average against the votes, which any island could write first, counts as damaged.
 
-Where islands exchange directly, all that have taken a round may be killed before its average is in the store, and come
-back from earlier checkpoints: then nobody holds it any more. Its commit is revoked, by a record beside it
+Where islands exchange directly, all that have taken a round may be killed before its average is in the store, or none
+of them hears that it was committed: then nobody holds it any more. Its commit is revoked, by a record beside it
 (`revoked.json`), and the round goes to the next attempt.
 
 So a record that is damaged at any time, also after some have read it, leads nobody to another decision. One that only

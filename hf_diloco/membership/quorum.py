@@ -28,7 +28,17 @@ from hf_diloco.errors import ForgedError, IslandLostError, PayloadError, StopReq
 from hf_diloco.membership.candidates import Candidates, Rules, find_fault
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions, plan_path
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.round_records import Attempt, Digest, OfferRecord, OutcomeRecord, PlanRecord, offer_path
+from hf_diloco.membership.round_records import (
+    ABSTENTION,
+    Attempt,
+    Digest,
+    OfferRecord,
+    OutcomeRecord,
+    PlanRecord,
+    VoteRecord,
+    missing_path,
+    offer_path,
+)
 from hf_diloco.membership.run import check_run
 from hf_diloco.membership.voting import Verdict, Voting
 from hf_diloco.store.log import RunLog
@@ -74,6 +84,7 @@ class Quorum:
         self._voting = Voting(log, self._decisions, self._candidates, members.island, rules, should_stop, clock)
         self._latest = Attempt(0, 0)
         self._doubtful: frozenset[str] = frozenset()
+        self._missing = ""  # the last attempt of which this process has said that it misses the average
 
     def current(self, round_number: int) -> Attempt:
         """The attempt of a round that counts: the committed one, or the first that has no outcome.
@@ -263,10 +274,11 @@ class Quorum:
         return self._decisions.decide(attempt.path, record)
 
     def revoke(self, attempt: Attempt, offers: Sequence[OfferRecord]) -> bool:
-        """Has a committed round that is not in the store taken again, if nobody holds it any more.
+        """Has a committed round whose average is not in the store taken again, if nobody holds it any more.
 
-        Nobody does once every island that took it runs as another process, which has come back from before it. Then
-        nobody can have come to later rounds either: these go first, so that none is left if this island is killed.
+        Every participant that misses the average says so: it has come back from before the round, or has not heard of
+        the commit. Once all have, nobody can have come to later rounds either. These go first, so that none is left if
+        this island is killed.
 
         Args:
             attempt: of the round.
@@ -278,10 +290,15 @@ class Quorum:
         Raises:
             StoreError: the store does not answer.
         """
-        alive = self._members.alive()
+        own = missing_path(attempt.path, self._members.island, self._members.incarnation)
+        if own != self._missing and any(offer.island == self._members.island for offer in offers):
+            self._log.place(own, VoteRecord(island=self._members.island, mean=ABSTENTION))
+            self._missing = own
+        said = self._log.read_all(self._log.list(f"{attempt.path}/missing/"), VoteRecord)
         for offer in offers:
-            heartbeat, incarnation = alive.get(offer.island), self._members.incarnation_of(offer.island)
-            if heartbeat is None or heartbeat.round >= attempt.round or incarnation == offer.incarnation:
+            first = missing_path(attempt.path, offer.island, offer.incarnation)
+            of_island = first[: first.rindex("-")]
+            if not any(path.startswith(of_island) and path >= first for path in said):
                 return False
         later: list[Attempt] = []
         try:
@@ -291,7 +308,7 @@ class Quorum:
                 return True
         except PayloadError:  # a record of one of them is damaged
             return False
-        reason = f"all islands that took round {attempt.round} were killed before its average was in the store"
+        reason = f"no island that took round {attempt.round} holds its average any more"
         logger.warning("round %d is taken again: %s", attempt.round, reason)
         for one in (*reversed(later), attempt):
             if (one.outcome or self.abort(one, "", reason)).kind == "commit":

@@ -106,7 +106,7 @@ class OutcomeRecord(Record):
 
 
 class VoteRecord(Record):
-    """An island holds an average, or has no vote.
+    """An island holds an average, or has no vote; or misses the average that was committed (`missing_path`).
 
     Attributes:
         island: which.
@@ -163,6 +163,11 @@ def offer_path(attempt: Attempt, offer: OfferRecord) -> str:
 def vote_path(folder: str, island: int) -> str:
     """Where an island's vote on the attempt in a folder lies."""
     return f"{folder}/votes/{island:05d}.json"
+
+
+def missing_path(folder: str, island: int, incarnation: int) -> str:
+    """Where a process says that it misses the average of the attempt in a folder, in which its island took part."""
+    return f"{folder}/missing/{author_of(island, incarnation)}.json"
 
 
 def why_useless(offer: OfferRecord) -> str:

@@ -59,7 +59,7 @@ _RECORDS: Sequence[tuple[str, type[Record]]] = (
     (r"heartbeats/\d{1,6}/\d{6,9}\.json", HeartbeatRecord),
     (rf"{_ATTEMPT}/offers/{_AUTHOR}-\d{{6,12}}\.json", OfferRecord),
     (rf"{_ATTEMPT}/plan\.json", PlanRecord),
-    (rf"{_ATTEMPT}/votes/\d{{5}}\.json", VoteRecord),
+    (rf"{_ATTEMPT}/(votes/\d{{5}}|missing/{_AUTHOR})\.json", VoteRecord),
     (rf"{_ATTEMPT}/(outcome(-[2-9])?|revoked)\.json", OutcomeRecord),
     (rf"{_ATTEMPT}/mean/rank-\d{{5,6}}\.json", _SEALED),
     (r"links/.*\.json", _SEALED),

@@ -8,6 +8,7 @@
     rounds/R/A/plan.json              who takes part
     rounds/R/A/votes/I.json           island I holds the average, or has no vote
     rounds/R/A/outcome.json           whether it happened (outcome-2.json where that is damaged)
+    rounds/R/A/missing/I-N.json       island I misses what was committed, of a direct exchange
     rounds/R/A/revoked.json           it happened, but nobody holds its average any more, of a direct exchange
     rounds/R/A/mean/rank-K.json       where one rank's part of the average is, of a direct exchange
     links/KEY.json                    how the participants of a direct exchange find each other

@@ -44,7 +44,8 @@ MEETING = "hf-diloco/run"
 """What names a run at tcp://."""
 
 _OBJECTS = re.compile(
-    r"(?:incarnations|heartbeats)/(\d{1,9})/|rounds/\d+/\d+/offers/(\d+)-|rounds/\d+/\d+/votes/(\d+)\.|snapshots/\d+/(\d+)-"
+    r"(?:incarnations|heartbeats)/(\d{1,9})/|rounds/\d+/\d+/(?:offers|missing)/(\d+)-|rounds/\d+/\d+/votes/(\d+)\."
+    r"|snapshots/\d+/(\d+)-"
 )
 _VOTE = re.compile(r"rounds/\d+/\d+/votes/")
 _HISTORY = re.compile(r"(?:rounds|snapshots)/(\d+)/")

@@ -30,6 +30,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition
 from hf_diloco.membership.heartbeats import LEASE_SECONDS
+from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord, Snapshot
 from hf_diloco.membership.run import open_run
 from hf_diloco.rounds import joining
@@ -1075,8 +1076,31 @@ def test_rounds_that_nobody_holds_any_more_are_taken_again(tmp_path: Path, round
     assert late.hash == again[0].hash, "it finds the rounds that count"
     seen = {found.round: found for found in Observer(ObjectStore(meeting.url), b"").look().rounds}
     assert (seen[2].state, seen[2].attempts) == ("committed", 2)
-    assert "were killed before its average was in the store" in seen[2].aborted[0]
-    assert all("revoked" not in finding.path for finding in check_store(ObjectStore(meeting.url), b"").findings)
+    assert "no island that took round 2 holds its average" in seen[2].aborted[0]
+    found = {finding.path for finding in check_store(ObjectStore(meeting.url), b"").findings}
+    assert not any("revoked" in path or "missing" in path for path in found)
+
+
+@only("mesh")
+def test_a_round_of_whose_commit_nobody_has_heard_is_taken_again(tmp_path: Path) -> None:
+    """The store went away when it was committed."""
+    meeting = Meeting(tmp_path, 2)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    for member in islands:
+        quorum = member.session.quorum
+        assert quorum is not None
+
+        def commit(*args: Any, decide: Callable[..., OutcomeRecord] = quorum.commit, quorum: Quorum = quorum) -> None:
+            del quorum.commit
+            assert decide(*args).kind == "commit"
+            raise StoreError("the store is down")
+
+        quorum.commit = commit  # type: ignore[method-assign, assignment]
+    run_islands(2, lambda island: islands[island].train(2))
+    assert [(member.missed, member.session.outer.round) for member in islands] == [(1, 1)] * 2
+    run_islands(2, lambda island: islands[island].train_to(3))
+    assert islands[0].hash == islands[1].hash
+    assert [report.participants for report in islands[0].reports] == [[0, 1]] * 3
 
 
 @only("mesh")

@@ -65,6 +65,7 @@ OFFER, VOTE, PLAN = (
         ("snapshots/00000007/00001-000001/rank-00000.json", {"round": 7}, False),
         (VOTE, {"island": 1, "mean": "ab"}, False),
         (VOTE, {"island": 1, "mean": ""}, True),
+        ("rounds/7/00/missing/00001-000001.json", {"island": 1, "mean": ""}, False),
         (PLAN, {"by": 1}, False),
         (PLAN, {"by": 2}, True),
         ("rounds/7/00/mean/rank-00000.json", {"rank": 0}, True),
