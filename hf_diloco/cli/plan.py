@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,12 @@ from hf_diloco.utils.urls import is_object_store
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 """The interface over which the processes of an island on this machine talk to each other."""
 
-# What another launcher left in the environment would make an island think that it is part of that one's world.
-_FOREIGN = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"),
+_FOREIGN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|ACCELERATE_USE_(CPU|DEEPSPEED|FSDP)"
+    r"|TORCHELASTIC_(USE_AGENT_STORE|RUN_ID|ERROR_FILE)|(PET|OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD)_.*"
 )
+"""What another launcher, as torchrun, mpirun, or the one of a cluster, left in the environment would make an island
+think that it is part of that one's world."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def island_environment(
     """
     devices_of_its_own = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
     return {
-        **dict.fromkeys(_FOREIGN),
+        **dict.fromkeys(filter(_FOREIGN.fullmatch, os.environ)),
         ENV_ISLAND: str(number),
         ENV_NUM_ISLANDS: str(num_islands),
         ENV_RENDEZVOUS: rendezvous,

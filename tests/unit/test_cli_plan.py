@@ -61,9 +61,34 @@ def test_all_islands_with_their_own_ports_and_one_rendezvous(folder: Path) -> No
         assert island.environment["HF_DILOCO_NUM_ISLANDS"] == "2"
         assert island.environment["HF_DILOCO_RENDEZVOUS"] == plan.rendezvous
         assert island.environment["HF_DILOCO_LAUNCHED"] == "1"
-        assert island.environment["ACCELERATE_USE_CPU"] is None, "would drop DeepSpeed silently"
         assert island.command[-3:] == ("hf_diloco.apps.lm", str(folder / "tiny.yaml"), "training.max_steps=8")
     assert not (folder / "runs").exists(), "planning writes nothing"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR"),
+        "ACCELERATE_USE_CPU",  # would drop DeepSpeed silently
+        "TORCHELASTIC_USE_AGENT_STORE",  # rank 0 would wait for a store that nobody keeps
+        *("PET_NNODES", "PET_NPROC_PER_NODE"),  # defaults of torchrun's options, as Kubeflow sets them
+        "OMPI_COMM_WORLD_LOCAL_RANK",  # DeepSpeed would refuse another LOCAL_RANK
+    ],
+)
+def test_an_island_is_no_part_of_another_launchers_world(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "3")
+    for island in planned(LaunchOptions(run_file(folder))).islands:
+        assert island.environment[name] is None
+
+
+def test_settings_of_libraries_reach_the_islands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TORCHELASTIC_ENABLE_FILE_TIMER", "NCCL_DEBUG", "ACCELERATE_LOG_LEVEL", "SLURM_JOB_ID")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    for island in planned(LaunchOptions(run_file(folder))).islands:
+        assert not island.environment.keys() & set(names)
 
 
 @pytest.mark.parametrize(

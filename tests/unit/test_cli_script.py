@@ -34,7 +34,8 @@ def plan(*command: str, **options: Any) -> Plan:
     return plan_script(command, **options)
 
 
-def test_each_island_is_told_who_it_is(folder: Path) -> None:
+def test_each_island_is_told_who_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
     planned = plan("python", "mine.py", "--lr", "3", num_islands=2)
     rendezvous = planned.rendezvous
     assert rendezvous is not None
