@@ -257,8 +257,8 @@ def _without_launcher(lines: list[str]) -> list[str]:
     """Drops the part that accelerate or torchrun wrote after the processes had ended."""
     for number, line in enumerate(lines):
         if _LAUNCHER_TALK.search(line):
-            before = lines[:number]
-            while before and (before[-1].startswith(("Traceback", "  File")) or not before[-1].strip()):
-                before.pop()
-            return before
+            begin = number
+            while begin and lines[begin - 1].startswith("  "):  # frames of its traceback, up to its head
+                begin -= 1
+            return lines[: begin - 1 if begin and lines[begin - 1].startswith(_TRACEBACK) else number]
     return lines

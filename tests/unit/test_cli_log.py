@@ -41,6 +41,8 @@ SIMPLE = """\
 error: data.files: no file matches 'corpus/*.txt'
 Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
+  File "hf_diloco/apps/common/island_store.py", line 61, in <module>
+    main()
   File "site-packages/accelerate/commands/launch.py", line 999, in simple_launcher
     raise subprocess.CalledProcessError(returncode=process.returncode, cmd=cmd)
 subprocess.CalledProcessError: Command '['python', '-m', 'hf_diloco.apps.lm', 'run.yaml']' {how}.
@@ -158,6 +160,13 @@ def test_progress_bars_and_figures_are_no_reason_of_a_killed_process() -> None:
         "{'loss': '6.5', 'epoch': '1'}",
     ]
     assert root_error(lines) == "round 3 is missed"
+
+
+def test_the_launchers_traceback_is_no_reason_of_a_killed_process() -> None:
+    own, *of_launcher = SIMPLE.format(how="died with <Signals.SIGKILL: 9>").splitlines()
+    assert own.startswith("error: ")
+    assert root_error(["round 3 is missed", *of_launcher]) == "round 3 is missed"
+    assert root_error(of_launcher) == ""
 
 
 def test_noise_is_dropped_and_messages_stay() -> None:
