@@ -139,6 +139,8 @@ def _print_failure(island: Island, outcome: Outcome, cause: Outcome | None, err:
         error = outcome.error.removeprefix("error: ") or "it said nothing"
         what = f"{island.name} {'then ' if cause else ''}failed ({outcome.ending}): {error}"
     _say(err, ("error: ", "bold red"), what)
+    if outcome.ending == "SIGKILL":
+        _say(err, "       where nobody has killed it, the system did, mostly for want of memory: see `dmesg`")
     _say(err, f"       log: {island.log_path}")
 
 
