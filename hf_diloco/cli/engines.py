@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_diloco.apps.common.arguments import check_names
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of
 from hf_diloco.apps.common.paths import get_at
@@ -126,6 +127,7 @@ def plan_deployment(
             "before the engine has placed it; start each with `hf-diloco launch RUN.yaml --node NUMBER`"
         )
     run = load_options(options, trains_here=False)
+    check_names(run.training)
     if num_gpus is None:
         num_gpus = 0 if run.launch.use_cpu else run.launch.num_processes
     elif num_gpus and run.launch.use_cpu:

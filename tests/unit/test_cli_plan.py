@@ -298,7 +298,10 @@ def test_visible_devices(visible: str, found: list[str], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     "setting",
-    ["training.max_steps=many", "no_such_setting=1", "training.max_steps", "name=a/b", "launch.threads=2000"],
+    [
+        *("training.max_steps=many", "no_such_setting=1", "training.max_steps", "name=a/b", "launch.threads=2000"),
+        *("training.learning_rte=1", "training.output_dir=elsewhere"),
+    ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(folder: Path, setting: str) -> None:
     with pytest.raises(DiLoCoError, match=setting.split("=")[0].rsplit(".", 1)[-1]):

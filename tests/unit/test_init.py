@@ -99,6 +99,7 @@ def test_files_that_are_there_stay(folder: Path) -> None:
         ("ray", ["--rendezvous", BUCKET, "--nodes-per-island", "2"], "or use slurm"),
         ("compose", ["--image", "i", "output=/elsewhere"], "/elsewhere/My.Run_1: containers see"),
         ("slurm", ["launch.use_cpu=true", "--gpus-per-island", "2"], "launch.use_cpu is true"),
+        ("slurm", ["--rendezvous", BUCKET, "training.learning_rte=1"], "did you mean learning_rate"),
         ("slurm", ["--rendezvous", BUCKET, "--folder", "run.yaml/x"], "give another folder"),
         (
             "kubernetes",

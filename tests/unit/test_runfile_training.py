@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
-from hf_diloco.apps.common.arguments import check_training, deepspeed_config, training_arguments
+from hf_diloco.apps.common.arguments import (
+    DECIDED_ELSEWHERE,
+    check_names,
+    check_training,
+    deepspeed_config,
+    training_arguments,
+)
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError
 from tests.processes import ROOT
@@ -47,6 +55,18 @@ def test_every_ready_run_file_passes(path: Path) -> None:
     training = load_run_file(path).training
     assert training["max_steps"] > 0
     check_training(training)
+
+
+def test_names_that_are_right_need_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    monkeypatch.setattr("hf_diloco.apps.common.arguments.check_training", lambda training: pytest.fail("imports"))
+    check_names(dict.fromkeys(set(names) - DECIDED_ELSEWHERE.keys()))
+
+
+@pytest.mark.parametrize("name", ["learning_rte", "output_dir"])
+def test_a_name_that_is_wrong_is_told(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"training.{name}"):
+        check_names({name: 1})
 
 
 def test_structured_values_pass() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -59,6 +61,22 @@ _RANGES: dict[str, Any] = {
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # what some optimizers are made of
+
+
+def check_names(training: dict[str, Any]) -> None:
+    """Checks the names of a `training:` block; without the seconds of an import, unless there is something to say.
+
+    Raises:
+        ConfigError: naming every problem.
+    """
+    spec = importlib.util.find_spec("transformers")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        tree = ast.parse((Path(folder) / "training_args.py").read_text(encoding="utf-8"))
+        kinds = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
+        fields = [node.target for kind in kinds for node in kind.body if isinstance(node, ast.AnnAssign)]
+        known = {field.id for field in fields if isinstance(field, ast.Name)}
+        if training.keys() - (known - DECIDED_ELSEWHERE.keys()):
+            check_training(training)
 
 
 def check_training(training: dict[str, Any]) -> None:
