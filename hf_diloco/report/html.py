@@ -44,6 +44,8 @@ def write_page(page: str, target: Path) -> Path:
     Raises:
         ConfigError: the file cannot be written.
     """
+    if target.is_dir():
+        raise ConfigError(f"cannot write the report to {target}: it is a folder; give another file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, page, durable=False)

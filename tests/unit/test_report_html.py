@@ -230,8 +230,9 @@ def test_folders_are_made_and_no_partial_file_stays(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "demo"))
-    with pytest.raises(ConfigError, match=r"cannot write the report to .*: .*; give another file"):
-        write_html(run, tmp_path / "demo")  # a folder
+    for folder in (tmp_path / "demo", Path(), Path("/")):
+        with pytest.raises(ConfigError, match=r"cannot write the report to .*: it is a folder; give another file"):
+            write_html(run, folder)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="give another file"):
         write_html(run, tmp_path / "file" / "page.html")
