@@ -140,6 +140,15 @@ def test_a_finished_run_is_only_evaluated_again(
     assert read_json(folder / "summary.json")["eval_loss"] == losses(folder, "eval")[0][1]
 
 
+def test_a_run_that_has_ended_keeps_the_settings_that_it_was_trained_with(run_file: Path) -> None:
+    for every in (3, 2):
+        assert start(run_file, "sample=null", f"diloco.sync_every={every}") == 0
+    settings = island_folder(run_file).parent / "run.json"
+    assert read_json(settings)["diloco"]["sync_every"] == 3
+    assert start(run_file, "sample=null", "diloco.sync_every=2", "training.max_steps=8") == 0
+    assert read_json(settings)["diloco"]["sync_every"] == 2, "it has trained on"
+
+
 def test_the_summary_names_the_weights_of_its_loss_also_between_rounds(run_file: Path) -> None:
     for _ in range(2):  # the last evaluation of the training; and, where it has ended before, one after it
         assert start(run_file, "sample=null", "diloco.sync_every=4") == 0

@@ -186,10 +186,17 @@ def _prepare_folder(run: BaseRun) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STOP_FILE).unlink(missing_ok=True)
         is_stale = not (run.folder / "run.json").exists() or any(_orders(run, run.folder))
-        if run.meeting.island == 0 or is_stale:
+        if (run.meeting.island == 0 and not _has_ended(run)) or is_stale:
             write_run_json(run)
     except OSError as error:
         raise ConfigError(f"output: {folder} cannot be made: {error}") from None
+
+
+def _has_ended(run: BaseRun) -> bool:
+    """Whether it is only evaluated again, so that `run.json` still says what it was trained with."""
+    names = (path.name.removeprefix("checkpoint-") for path in run.island_folder().glob("checkpoint-*"))
+    steps = [int(name) for name in names if name.isdecimal()]
+    return run.launch.resume == "auto" and max(steps, default=0) >= run.max_steps
 
 
 def write_run_json(run: BaseRun) -> None:
