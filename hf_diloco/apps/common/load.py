@@ -38,8 +38,8 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
 
     Args:
         kind: of which task.
-        path: the YAML file, or the name of one that comes with the package. Files named in it are looked for beside
-            it, then in the working directory.
+        path: the YAML file; or the name of one that comes with the package; or the `run.json` of an earlier run. Files
+            named in it are looked for beside it, then in the working directory.
         overrides: `key.sub=value` items from the command line, with YAML values; later ones win.
 
     Raises:
@@ -53,6 +53,8 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
             "quickstart` prints one"
         )
     origins: dict[KeyPath, str] = {key: f"{path}, line {line}: " for key, line in lines.items()}
+    if path.name == "run.json":
+        values.pop("versions", None)  # which a run has recorded beside its settings
     values.setdefault("name", path.stem)
     if not isinstance(meeting := values.get(kind.meeting_name), dict | None):  # which others add to, below
         place = origins[kind.meeting_name,]
