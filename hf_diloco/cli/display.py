@@ -9,6 +9,7 @@ import contextlib
 import io
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import IO, Any, Self, cast
 
 from rich.console import Console, Group
@@ -22,6 +23,7 @@ from hf_diloco.utils.text import rate
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 LINE_EVERY = 5.0  # seconds between two progress lines of an island, without a terminal
 _WIDE = 100  # columns from which on a bar carries everything
+_NARROW = 76  # columns below which there is no room for a bar, rounds and speed
 
 
 class _Unbreakable:
@@ -104,10 +106,10 @@ class BarDisplay(LineDisplay):
 
     def __init__(self, console: Console, islands: Sequence[int], unit: str = "island") -> None:
         super().__init__(console, unit=unit)
-        wide = console.width >= _WIDE
+        wide, self._is_narrow = console.width >= _WIDE, console.width < _NARROW
         self._bars = Progress(
             TextColumn("[{task.fields[colour]}]{task.description}"),
-            BarColumn(bar_width=None if wide else 12, complete_style="cyan", finished_style="green"),
+            *([] if self._is_narrow else [_bar(None if wide else 12)]),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TextColumn("[dim]{task.fields[state]}"),
@@ -138,7 +140,8 @@ class BarDisplay(LineDisplay):
         state = progress.state if progress.training_has_begun else progress.message or progress.state
         self._unit = progress.noun or self._unit
         name = f"{self._unit} {island}"
-        self._bars.update(task, description=name, figures="  ".join(_figures(progress)), state=state)
+        shown = replace(progress, round=0, tokens_per_second=None) if self._is_narrow else progress
+        self._bars.update(task, description=name, figures="  ".join(_figures(shown)), state=state)
 
     def ended(self, island: int, how: str) -> None:
         super().ended(island, how)
@@ -156,6 +159,10 @@ class BarDisplay(LineDisplay):
     def __exit__(self, *error: object) -> None:
         self._live.update(self._bars)
         self._live.stop()
+
+
+def _bar(width: int | None) -> BarColumn:
+    return BarColumn(bar_width=width, complete_style="cyan", finished_style="green")
 
 
 def _colour(island: int) -> str:
