@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import TextIO
 
 import psutil
 
@@ -54,18 +55,7 @@ class Island:
         self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._progress: tuple[int, Progress] = (0, Progress())
 
-        try:
-            plan.folder.mkdir(parents=True, exist_ok=True)
-            file = self.log_path.open("a")
-        except OSError as error:
-            raise ConfigError(f"{plan.folder}: {error.strerror}; give another --output") from None
-        with file as log:
-            self._lock(log.fileno())
-            for stale in ("progress.json", "stop"):  # of an earlier start
-                (plan.folder / stale).unlink(missing_ok=True)
-            for path, text in plan.files.items():
-                path.write_text(text)
-            print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {redact_text(plan.shell_line())}", file=log, flush=True)
+        with self._opened_log(plan) as log:
             self._follower = LogFollower(self.log_path)
             changed = {**os.environ, **plan.environment}
             self._process = subprocess.Popen(
@@ -76,6 +66,23 @@ class Island:
                 env={name: value for name, value in changed.items() if value is not None},
                 start_new_session=True,  # Ctrl-C reaches the launcher alone
             )
+
+    def _opened_log(self, plan: IslandPlan) -> TextIO:
+        """Its log, locked, with the folder as a start finds it."""
+        try:
+            plan.folder.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as stack:
+                log = stack.enter_context(self.log_path.open("a"))
+                self._lock(log.fileno())
+                for stale in ("progress.json", "stop"):  # of an earlier start
+                    (plan.folder / stale).unlink(missing_ok=True)
+                for path, text in plan.files.items():
+                    path.write_text(text)
+                print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {redact_text(plan.shell_line())}", file=log, flush=True)
+                stack.pop_all()
+            return log
+        except OSError as error:
+            raise ConfigError(f"{plan.folder}: {error.strerror}; give another --output") from None
 
     def _lock(self, file: int) -> None:
         """Holds the island's log as long as any of its processes has it open, orphans of a lost launcher included."""

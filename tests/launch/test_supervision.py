@@ -242,6 +242,12 @@ def test_an_output_that_is_no_folder(tmp_path: Path) -> None:
         Island(IslandPlan(0, tmp_path / "runs" / "island-0", ("echo",), {}, {}))
 
 
+def test_an_output_on_a_full_disk(tmp_path: Path) -> None:
+    plan = IslandPlan(0, tmp_path / "island-0", ("echo", "trained"), {}, {Path("/dev/full"): "settings"})
+    with pytest.raises(ConfigError, match=r"island-0: No space left on device; give another --output"):
+        Island(plan)
+
+
 def test_a_run_folder_serves_one_launch_at_a_time(tmp_path: Path, processes: Processes) -> None:
     launch(processes, tmp_path, LONG)
     wait_until_training(tmp_path, 0)
