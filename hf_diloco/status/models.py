@@ -222,7 +222,7 @@ def island_row(status: RunStatus, island: IslandStatus) -> tuple[str, ...]:
         "round": text.count(island.round),
         "lag": text.count(island.lag),
         "steps": f"{steps} of {sync_every:,}" if isinstance(sync_every, int) and island.steps is not None else steps,
-        "tokens/s": text.count(island.tokens_per_second or None),
+        "tokens/s": text.rate(island.tokens_per_second or None),
         "ranks": text.count(island.num_ranks),
         "starts": str(island.incarnation),
     }

@@ -97,6 +97,8 @@ def test_islands_and_rounds(meeting: Meeting) -> None:
         assert entry.payload_bytes == 2 * 4 * islands[0].session.outer.current.partition.numel
         assert entry.left_out == {}
         assert (entry.seconds is None) == (entry.round == 1)
+    slow = [island.model_copy(update={"tokens_per_second": 0.4}) for island in found.islands]
+    assert " 0.4 " in shown(found.model_copy(update={"islands": slow}))
     assert found.refused == {}
     assert found.snapshot is not None
     assert (found.snapshot.round, found.snapshot.num_parts) == (0, 1)
