@@ -16,7 +16,7 @@ RUN_FILE: dict[str, Any] = {
     "tokenizer": {"train": {"vocab_size": 400, "max_megabytes": 0.2}},
     "data": {"source": "embedded", "sequence_length": 32, "num_eval_sequences": 8},
     "training": {"max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 5, "save_steps": 1000},
-    "deepspeed": str(ROOT / "configs" / "deepspeed" / "zero2.json"),
+    "deepspeed": json.loads((ROOT / "configs" / "deepspeed" / "zero2.json").read_text()),
     "diloco": {"num_islands": 2, "sync_every": 5},
     "launch": {"use_cpu": True},
 }

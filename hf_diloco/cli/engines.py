@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hf_diloco.apps.common.arguments import check_names
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of
 from hf_diloco.apps.common.paths import get_at
+from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.apps.common.yaml_file import KeyPath, dump_yaml
 from hf_diloco.cli import accelerate
 from hf_diloco.cli.plan import LaunchOptions, load_options
@@ -65,8 +66,9 @@ class Deployment:
 
     @property
     def label(self) -> str:
-        """The run's name as containers' engines want names: small letters, digits and dashes, at most 50."""
-        return re.sub(r"[^a-z0-9]+", "-", self.run.name.lower())[:50].strip("-") or "run"
+        """The run's name as engines want names: small letters, digits and dashes, a letter first, at most 54."""
+        name = re.sub(r"[^a-z0-9]+", "-", self.run.name.lower())[:50].strip("-")
+        return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
     @property
     def num_islands(self) -> int:
@@ -136,7 +138,7 @@ def plan_deployment(
         )
     return Deployment(
         run=run,
-        run_file=options.run_file.resolve(),
+        run_file=find_run_file(options.run_file).resolve(),
         overrides=(*options.overrides, f"name={json.dumps(run.name)}"),
         rendezvous=run.meeting.rendezvous,
         num_gpus=num_gpus,
@@ -188,12 +190,8 @@ def portable_run_file(deployment: Deployment) -> str:
         values.get(run.meeting_name, {}).pop(name, None)
     if isinstance(run.deepspeed, str):
         values["deepspeed"] = json.loads(Path(run.deepspeed).read_text(encoding="utf-8"))
-    named = [*run.files.paths, *run.files.hub_ids_or_paths, *run.files.globs]
-    for path in (*named, *((run.meeting_name, name) for name in ("method", "payload"))):
-        texts = get_at(values, path)
-        for text in texts if isinstance(texts, list) else [texts]:
-            if isinstance(text, str) and (text.startswith("/") or is_own(text)):
-                raise _names_file_here(path, text)
+    for path, text in _files_named(run, values):
+        raise _names_file_here(path, text)
     for path in run.files.patterns:  # which may lie elsewhere alone
         pattern = str(get_at(values, path) or "")
         if any(identity_path(pattern, island).is_file() for island in range(deployment.num_islands)):
@@ -201,6 +199,16 @@ def portable_run_file(deployment: Deployment) -> str:
     if deployment.num_gpus:
         values.setdefault("launch", {})["num_processes"] = deployment.num_gpus
     return dump_yaml(values)
+
+
+def _files_named(run: BaseRun, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """The files of this machine that a run names, each with its setting; without those for a pattern."""
+    named = [*run.files.paths, *run.files.hub_ids_or_paths, *run.files.globs]
+    for path in (*named, *((run.meeting_name, name) for name in ("method", "payload"))):
+        texts = get_at(values, path)
+        for text in texts if isinstance(texts, list) else [texts]:
+            if isinstance(text, str) and (text.startswith("/") or is_own(text)):
+                yield path, text
 
 
 def _names_file_here(setting: KeyPath, text: str) -> ConfigError:
@@ -231,11 +239,13 @@ def compose(deployment: Deployment) -> Written:
     _check_image(deployment, "compose")
     if deployment.rendezvous is not None:
         check_store(deployment, "compose", has_folders=True)
-    for path in (deployment.run_file, deployment.run_folder.resolve(), deployment.folder):
-        if not path.is_relative_to(deployment.working_folder):
+    named = [Path(text) for _, text in _files_named(deployment.run, deployment.run.model_dump(mode="json"))]
+    for path in (deployment.run_file, deployment.run_folder.resolve(), deployment.folder, *named):
+        if not (deployment.working_folder / path).is_relative_to(deployment.working_folder):
             raise ConfigError(
                 f"{path}: containers see {deployment.working_folder} alone, where you call this; call it in a folder "
-                "that holds the run file, all that it names, its output, and --folder"
+                "that holds the run file, all that it names, its output, and --folder; `hf-diloco configs copy` "
+                "copies what comes with hf-diloco"
             )
     folders = [str(deployment.working_folder)]
     if deployment.rendezvous and deployment.rendezvous.startswith("file://"):

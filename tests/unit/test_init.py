@@ -18,8 +18,10 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
+from hf_diloco.cli.engines import plan_deployment
 from hf_diloco.cli.log import STOPPED
 from hf_diloco.cli.main import app
+from hf_diloco.cli.plan import LaunchOptions
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 from tests.deployed import wait_until
@@ -30,7 +32,7 @@ SAMPLE = 'sample={prompt: "$HOME is $(HOME)"}'  # what the engines would otherwi
 RUN_FILE = {
     "name": "My.Run_1",
     "training": {"max_steps": 4},
-    "deepspeed": str(ROOT / "configs" / "deepspeed" / "zero2.json"),
+    "deepspeed": "zero2.json",
     "diloco": {"num_islands": 3},
 }
 
@@ -41,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in (ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS):
         monkeypatch.delenv(name, raising=False)
+    shutil.copy(ROOT / "configs" / "deepspeed" / "zero2.json", tmp_path)
     write_run_file()
     return tmp_path
 
@@ -49,9 +52,9 @@ def write_run_file(**changes: Any) -> None:
     Path("run.yaml").write_text(yaml.safe_dump({**RUN_FILE, **changes}))
 
 
-def init(engine: str, *arguments: str) -> str:
+def init(engine: str, *arguments: str, run_file: str = "run.yaml") -> str:
     """The command in this process; returns what it prints."""
-    result = CliRunner().invoke(app, ["init", engine, "run.yaml", *arguments])
+    result = CliRunner().invoke(app, ["init", engine, run_file, *arguments])
     if result.exception is not None:
         raise result.exception
     return result.output
@@ -98,6 +101,7 @@ def test_files_that_are_there_stay(folder: Path) -> None:
         ("ray", [], "no rendezvous, but ray decides"),
         ("ray", ["--rendezvous", BUCKET, "--nodes-per-island", "2"], "or use slurm"),
         ("compose", ["--image", "i", "output=/elsewhere"], "/elsewhere/My.Run_1: containers see"),
+        ("compose", ["--image", "i", f"model.path={__file__}"], f"{__file__}: containers see"),
         ("slurm", ["launch.use_cpu=true", "--gpus-per-island", "2"], "launch.use_cpu is true"),
         ("slurm", ["--rendezvous", BUCKET, "training.learning_rte=1"], "did you mean learning_rate"),
         ("slurm", ["--rendezvous", BUCKET, "--folder", "run.yaml/x"], "give another folder"),
@@ -161,7 +165,7 @@ def test_slurm_reads_paths_as_they_are(folder: Path, monkeypatch: pytest.MonkeyP
     place = folder / "100% of \\it 'as' \"is\" #1"
     place.mkdir()
     monkeypatch.chdir(place)
-    write_run_file()
+    write_run_file(deepspeed=None)
     init("slurm", "--rendezvous", BUCKET)
     script = written("slurm", "islands.sbatch").read_text()
     # What Slurm's own reader does with quotes, backslashes and # is what a shell does.
@@ -171,7 +175,19 @@ def test_slurm_reads_paths_as_they_are(folder: Path, monkeypatch: pytest.MonkeyP
     assert output == f"--output={place / written('slurm', 'island-%a.log')}".replace("100%", "100%%")
 
 
+def test_slurm_reads_a_run_file_that_comes_with_the_package(folder: Path) -> None:
+    init("slurm", "--rendezvous", BUCKET, run_file="quickstart")
+    script = Path("deploy", "quickstart", "slurm", "islands.sbatch").read_text()
+    (run_file,) = re.findall(r"\S+/quickstart.yaml", script)
+    assert Path(run_file).is_file()
+
+
 # Compose
+
+
+def test_compose_is_given_no_run_file_outside_its_folder() -> None:
+    with pytest.raises(ConfigError, match=r"/quickstart.yaml: containers see .* `hf-diloco configs copy`"):
+        init("compose", "--image", "i", run_file="quickstart")
 
 
 def compose_services(*arguments: str) -> dict[str, Any]:
@@ -287,6 +303,12 @@ def test_numbers_of_deepspeeds_file_stay_numbers(folder: Path) -> None:
     config, _ = kubernetes_files("deepspeed=ds.json")
     (folder / "there.yaml").write_text(config["data"]["run.yaml"])
     assert load_run_file("there.yaml").deepspeed == settings
+
+
+@pytest.mark.parametrize(("name", "label"), [("1b-run", "run-1b-run"), ("7", "run-7"), ("A_", "a"), ("_", "run")])
+def test_the_name_for_engines_begins_with_a_letter(folder: Path, name: str, label: str) -> None:
+    options = LaunchOptions(Path("run.yaml"), [f"name={json.dumps(name)}"], rendezvous=BUCKET)
+    assert plan_deployment("skypilot", options, None, 1, "i", None).label == label
 
 
 # SkyPilot
