@@ -25,10 +25,13 @@ shift 4
 for island in 0 1; do
     host=${places[$island]%%:*}
     folder=${places[$island]#*:}
+    folder=${folder#"~/"} # where ssh begins anyway, and no shell would expand it
     printf -v launch '%q ' .venv/bin/hf-diloco launch "$run_file" "$@" \
         --island "$island" --num-islands 2 --rendezvous "$rendezvous"
-    # The session stays open after the end, so that the result can be read.
-    printf -v session '%q ' tmux new-session -d -s "diloco-$island" "cd $(printf %q "$folder") && $launch; exec bash"
+    # The session stays open after the end, so that the result can be read; under another name, so that the next starts.
+    ended="tmux rename-session diloco-$island-ended-\$(date +%Y%m%d-%H%M%S)"
+    printf -v session '%q ' \
+        tmux new-session -d -s "diloco-$island" "cd $(printf %q "$folder") && $launch; $ended; exec bash"
     # shellcheck disable=SC2029  # expanded here on purpose: every word is quoted above
     ssh "$host" "$session"
     echo "island $island: ssh -t $host tmux attach -t diloco-$island"

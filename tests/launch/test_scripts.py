@@ -26,7 +26,7 @@ def test_two_clusters_starts_an_island_on_each(tmp_path: Path) -> None:
     environment = put_programs(
         tmp_path / "bin",
         ssh=f'echo "on $1"; cd {tmp_path}; exec bash -c "$2"',
-        tmux='echo "session $4"; exec bash -c "${5%; exec bash}"',
+        tmux='echo "$1 ${4-$2}"; [ "$1" != new-session ] || exec bash -c "${5%; exec bash}"',
     )
     work = tmp_path / "my work"
     (work / ".venv" / "bin").mkdir(parents=True)
@@ -37,13 +37,14 @@ def test_two_clusters_starts_an_island_on_each(tmp_path: Path) -> None:
         SCRIPTS / "two_clusters.sh",
         "run.yaml",
         f"alice@a.example:{work}",
-        f"bob@b.example:{work}",
+        f"bob@b.example:~/{work.name}",
     ]
     output = run([*command, "tcp://10.8.0.1:29400", SETTING], env=environment).output
     first, second = output.split("on bob@b.example")
     for island, part in enumerate((first, second)):
         words = [line.removeprefix("word ") for line in part.splitlines() if line.startswith("word ")]
-        assert f"session diloco-{island}" in part
+        assert f"new-session diloco-{island}\n" in part
+        assert f"rename-session diloco-{island}-ended-20" in part, "the same command starts it again"
         assert words == [
             *("launch", "run.yaml", SETTING, "--island", str(island), "--num-islands", "2"),
             *("--rendezvous", "tcp://10.8.0.1:29400"),
