@@ -66,6 +66,12 @@ def test_what_a_run_has_recorded_is_a_run_file(tmp_path: Path, kind: type[BaseRu
     assert read_run_file(kind, recorded) == run
 
 
+@pytest.mark.parametrize(("kind", "name"), [(RunFile, "vision/quickstart"), (VisionRun, "quickstart")])
+def test_a_run_file_of_another_task_is_told_as_such(kind: type[BaseRun], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is no run file for {kind.module}: start it by hf_diloco.apps"):
+        parse_command_line(kind, "train", "", [name])
+
+
 def test_dump_loads_again(tmp_path: Path) -> None:
     run = load(tmp_path, MINIMAL, "diloco.num_islands=3")
     assert RunFile.model_validate(run.model_dump(mode="json")) == run

@@ -137,7 +137,18 @@ def parse_command_line(kind: type[R], program: str, description: str, argv: Sequ
     parser.add_argument("--resume", metavar="auto|never|FOLDER", help="where training begins; {island} is replaced")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # given by some launchers
     given = vars(parser.parse_intermixed_args(argv))
+    _check_kind(kind, given["run_file"])
     return read_run_file(kind, given["run_file"], [*given["overrides"], *shorthands(kind, given)])
+
+
+def _check_kind(kind: type[BaseRun], path: Path) -> None:
+    """Raises `ConfigError` if a run file is of another task: each of its settings would be reported as unknown."""
+    other = kind_of(path)
+    if other is not kind and other.meeting_name in read_yaml(find_run_file(path))[0]:
+        raise ConfigError(
+            f"{path} is no run file for {kind.module}: start it by {other.module}, or by `hf-diloco launch`, which "
+            "takes either"
+        )
 
 
 def shorthands(kind: type[BaseRun], given: Mapping[str, Any]) -> list[str]:
