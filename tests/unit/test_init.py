@@ -6,10 +6,12 @@ import ast
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kubernetes_validate
@@ -393,6 +395,19 @@ def test_the_program_of_ray_is_for_this_run() -> None:
     ]
     assert "num_cpus=16,\n    num_gpus=2,\n" in text
     run([sys.executable, "-m", "ruff", "check", "--isolated", written("ray", "island.py").absolute()])
+
+
+@pytest.mark.parametrize(("given", "threads"), [("16", "8"), ("3", "3"), (None, None)])
+def test_rays_threads_for_a_task_are_shared_among_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, threads: str | None
+) -> None:
+    init("ray", "--rendezvous", BUCKET, "--gpus-per-island", "2")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(remote=lambda **_: lambda function: function))
+    program = runpy.run_path(str(written("ray", "island.py")))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:  # by Ray, the CPUs of the task; or by somebody
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert program["environment"]().get("OMP_NUM_THREADS") == threads
 
 
 def test_shellcheck_accepts_what_submits_to_ray() -> None:
