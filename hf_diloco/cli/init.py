@@ -88,7 +88,7 @@ def _write(folder: Path, files: Mapping[str, str], force: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).write_text(text, encoding="utf-8", errors="surrogateescape")
             typer.echo(f"wrote {folder / name}")
     except OSError as error:
         raise ConfigError(f"--folder {folder}: {error.strerror}; give another folder") from None

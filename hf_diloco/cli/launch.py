@@ -72,12 +72,12 @@ class Island:
         try:
             plan.folder.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:
-                log = stack.enter_context(self.log_path.open("a"))
+                log = stack.enter_context(self.log_path.open("a", encoding="utf-8", errors="backslashreplace"))
                 self._lock(log.fileno())
                 for stale in ("progress.json", "stop"):  # of an earlier start
                     (plan.folder / stale).unlink(missing_ok=True)
                 for path, text in plan.files.items():
-                    path.write_text(text)
+                    path.write_text(text, encoding="utf-8")
                 print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {redact_text(plan.shell_line())}", file=log, flush=True)
                 stack.pop_all()
             return log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -269,6 +270,9 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 def main() -> None:
     """The `hf-diloco` program. Errors of this package are one line on stderr (HF_DILOCO_DEBUG=1: a traceback)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # and not closed
+            stream.reconfigure(errors="replace")  # a terminal without some character loses that, not the whole text
     try:
         app(prog_name="hf-diloco")
     except (DiLoCoError, OSError) as error:

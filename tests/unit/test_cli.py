@@ -54,6 +54,13 @@ def test_help_shows_commands_and_examples() -> None:
     assert "--html" in hf_diloco("report", "--help").output
 
 
+@pytest.mark.parametrize("arguments", [["launch", "--help"], ["topology", "ring"], ["launch", "--", "echo", "said"]])
+def test_a_terminal_without_some_characters_shows_all_others(tmp_path: Path, arguments: list[str]) -> None:
+    env = {"NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}
+    output = run([*PROGRAM, *arguments], timeout=60, cwd=tmp_path, env=env).output
+    assert {"--help": "gs://?", "ring": "DecentLaM", "said": "island 0 ? said"}[arguments[-1]] in output
+
+
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     commands: list[list[str]] = [[]]
     for names in commands:  # grows as it goes
