@@ -202,6 +202,12 @@ def island_environment(
     }
 
 
+def leave_other_launchers() -> None:
+    """Removes from this process what keeps an island out of another launcher's world, before libraries join that."""
+    for name in filter(_FOREIGN.fullmatch, tuple(os.environ)):
+        del os.environ[name]
+
+
 def _spins() -> str | None:
     """How often a thread of PyTorch's on Linux looks for work before it sleeps.
 

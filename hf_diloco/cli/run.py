@@ -20,7 +20,7 @@ from hf_diloco.apps.vision.train import simulate_nodes
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
-from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
+from hf_diloco.cli.plan import LaunchOptions, Plan, leave_other_launchers, load_options, make_plan
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import plural
 
@@ -34,6 +34,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     out, err = terminal(sys.stdout), terminal(sys.stderr)
     run = load_options(options)
     if dry_run:
+        leave_other_launchers()
         check_all(run, lambda: make_plan(run, options))
         print_commands(make_plan(run, options), out)
         return 0
@@ -74,6 +75,7 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
     unsharded = ["deepspeed=null", "fsdp=null", "accelerate=null"]
     run = load_options(replace(options, num_islands=num_islands, overrides=[*options.overrides, *unsharded]))
     out = terminal(sys.stdout)
+    leave_other_launchers()
     if dry_run:
         check_all(run)
         what = f"{num_islands} {plural(run.unit, num_islands)}"

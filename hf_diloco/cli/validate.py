@@ -12,7 +12,7 @@ from hf_diloco.cli import devices
 from hf_diloco.cli.doctor import Check, Finding, judge, run_checks, show_findings
 from hf_diloco.cli.doctor.machine import check_disk, memory_here
 from hf_diloco.cli.doctor.network import check_store
-from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
+from hf_diloco.cli.plan import LaunchOptions, Plan, leave_other_launchers, load_options, make_plan
 from hf_diloco.utils import text
 from hf_diloco.utils.urls import is_object_store
 
@@ -31,6 +31,7 @@ def run_validate(options: LaunchOptions, as_json: bool) -> int:
         ConfigError: the run file, the options or what they name cannot be used; all problems at once.
     """
     run = load_options(options)
+    leave_other_launchers()
     check_all(run, lambda: make_plan(run, options))
     return show_findings(run_checks(_checks(run, make_plan(run, options))), as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,14 @@ def test_what_is_right_passes(tmp_path: Path, file: Path, unit: str, capsys: pyt
     assert dry_run(file, f"output={tmp_path}") == 0
     assert f"# {unit} 0" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_check_joins_no_other_launchers_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr("hf_diloco.cli.run.check_all", lambda *_: None)
+    assert dry_run(QUICKSTART, f"output={tmp_path}") == 0
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & os.environ.keys()
 
 
 def test_replicas_of_shards_pass(tmp_path: Path) -> None:
