@@ -184,7 +184,9 @@ class _Check:
             self._check_digests()
         for link in self._store.links():
             if not _is_aside(link):
-                self._note(link, "forged", "is a symbolic link or a device, which islands do not follow")
+                self._note(
+                    link, "forged", "is a symbolic link, a device or a folder too deep, which islands do not follow"
+                )
         self._check_left_over(unfinished)
         return CheckReport(
             url=self._store.url,

@@ -7,7 +7,7 @@ file, or an empty folder; `unfinished` finds them.
 
 Symbolic links below the folder are never followed, neither to files nor to folders, to read, list, write or delete:
 whoever may write here could otherwise have another folder's files deleted. What is no file (a link, a device) counts
-as an object that cannot be read.
+as an object that cannot be read. Nor are folders below folders followed without end: only as far as paths may go.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from hf_diloco.utils.urls import MAX_SERVED_PATH
 
 UNFINISHED = "#"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -95,7 +97,7 @@ class Folder:
         return [entry for entry in self._walk("", empty, after=after) if UNFINISHED in entry.path] + empty
 
     def links(self) -> list[str]:
-        """Paths of what is neither a file nor a folder."""
+        """Paths of what is neither a file nor a folder, and of folders too deep to be looked into."""
         odd: list[str] = []
         list(self._walk("", odd=odd))
         return odd
@@ -116,7 +118,7 @@ class Folder:
                     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 except FileNotFoundError:  # deleted meanwhile
                     continue
-                if stat.S_ISDIR(found.st_mode):
+                if stat.S_ISDIR(found.st_mode) and len(path) <= MAX_SERVED_PATH:
                     yield from self._walk(path, empty, odd, after)
                 elif stat.S_ISREG(found.st_mode):
                     yield Entry(path, found.st_size, _time(found))

@@ -27,6 +27,8 @@ _SEGMENT = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._=+-]+"
 OBJECT_PATH = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
 """Paths of objects: relative, without . and .., of characters that mean nothing to any store."""
 MAX_PATH = 512
+MAX_SERVED_PATH = 2 * MAX_PATH + 1
+"""On a server, and so in its folder: the name of a run, and a path in it."""
 is_object_path = re.compile(rf"(?=.{{1,{MAX_PATH}}}\Z){OBJECT_PATH.pattern}").fullmatch
 """Whether an object may have a path: a match, or None."""
 

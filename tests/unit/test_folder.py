@@ -89,6 +89,18 @@ def test_a_link_in_place_of_a_record_counts_as_forged(store: ObjectStore, root: 
         assert log.read_or_refuse(f"{name}.json", Word) is None
 
 
+def test_folders_are_looked_into_as_far_as_paths_may_go(store: ObjectStore, root: Path) -> None:
+    """Else somebody who may write there could end all who list what lies there, as Python's stack has an end."""
+    store.put("rounds/1/plan.json", b"a plan")
+    deepest = root / "rounds" / Path(*["a"] * 600)
+    deepest.mkdir(parents=True)
+    (deepest / "file").touch()
+    assert store.list("rounds") == [("rounds/1/plan.json", 6)]
+    assert store.unfinished() == []
+    (too_deep,) = store.links()
+    assert too_deep.startswith("rounds/a/a/")
+
+
 def test_deleting_a_link_deletes_the_link(store: ObjectStore, root: Path, elsewhere: Path) -> None:
     (root / "a").symlink_to(elsewhere / "file")
     store.delete(["a"])
