@@ -15,6 +15,9 @@ from hf_diloco.store.folder import Entry
 MAX_BYTES = 256 << 20
 """Of all objects together, whoever writes them."""
 
+_BYTES_BESIDE = 512
+"""What an object takes beside its data and the letters of its path, so that many small ones are no way around."""
+
 
 class MemoryFolder:
     """As `Folder`; used by one thread."""
@@ -63,8 +66,8 @@ class MemoryFolder:
     def delete(self, paths: Sequence[str]) -> None:
         """See `Folder.delete`."""
         for path in paths:
-            data, _ = self._objects.pop(path, (b"", None))
-            self._num_bytes -= len(data)
+            self._num_bytes -= self._size(path)
+            self._objects.pop(path, None)
 
     def clear(self) -> None:
         """Lets go of all objects."""
@@ -77,8 +80,12 @@ class MemoryFolder:
         return self._objects[path][0]
 
     def _put(self, path: str, data: bytes) -> None:
-        before = len(self._objects[path][0]) if path in self._objects else 0
-        if self._num_bytes + len(data) - before > MAX_BYTES:
+        more = _BYTES_BESIDE + len(path) + len(data) - self._size(path)
+        if self._num_bytes + more > MAX_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        self._num_bytes += len(data) - before
+        self._num_bytes += more
         self._objects[path] = data, datetime.now(UTC)
+
+    def _size(self, path: str) -> int:
+        found = self._objects.get(path)
+        return 0 if found is None else _BYTES_BESIDE + len(path) + len(found[0])

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import tracemalloc
+from contextlib import suppress
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -284,6 +285,12 @@ def test_what_it_keeps_is_limited(port: Port, monkeypatch: pytest.MonkeyPatch) -
         *bare.list("values"),
     ]
     assert store.get("a") == b"1"
+    for count in range(30):
+        with suppress(StoreFullError):
+            bare.put(f"empty/{count}", b"")
+    assert len(bare.list("empty")) < 10, "an object takes memory, however small it is"
+    bare.delete([path for path, _ in bare.list("empty")])
+    bare.put("empty/0", b"")
 
 
 @pytest.mark.parametrize("kind", [DiLoCoConfig, GossipConfig])
