@@ -34,7 +34,7 @@ from hf_diloco.store.backends import SERVER_BUCKET as BUCKET
 from hf_diloco.store.changes import Changes, Do
 from hf_diloco.store.folder import Entry, Folder, GoneError, NoFileError
 from hf_diloco.store.memory import MemoryFolder
-from hf_diloco.utils.urls import OBJECT_PATH
+from hf_diloco.utils.urls import MAX_SERVED_PATH, OBJECT_PATH
 
 MAX_BODY_BYTES = 64 << 20
 """Of one request: islands send larger objects in parts of 5 MiB."""
@@ -183,7 +183,7 @@ class StoreServer:
         name = request.query.get("uploadId", "")
         if task := self._completing.get(name):
             return task
-        numbers = [int(number) for number in re.findall(r"<PartNumber>(\d+)</PartNumber>", await request.text())]
+        numbers = [int(number) for number in re.findall(r"<PartNumber>(\d{1,5})</PartNumber>", await _text(request))]
         folder = self._upload_of(request)
         if not numbers or numbers != sorted(set(numbers)):
             raise _Refused(400, "InvalidPartOrder", "parts are listed in their order")
@@ -224,7 +224,7 @@ class StoreServer:
 
     async def _put_part(self, request: web.Request) -> web.Response:
         number = request.query.get("partNumber", "")
-        if not number.isdecimal() or not 1 <= int(number) <= _MAX_PARTS:
+        if not re.fullmatch("[0-9]{1,5}", number) or not 1 <= int(number) <= _MAX_PARTS:
             raise _Refused(400, "InvalidArgument", f"parts are numbered from 1 to {_MAX_PARTS}")
         part = self._upload_of(request) / f"{int(number):05d}"
         await self._do(part.write_bytes, await request.read())
@@ -249,7 +249,7 @@ class StoreServer:
     async def _delete_several(self, request: web.Request) -> web.Response:
         if "delete" not in request.query:
             raise _Refused(400, "InvalidRequest", "only deletions are posted to a bucket")
-        keys = re.findall(r"<Key>([^<]*)</Key>", await request.text())
+        keys = re.findall(r"<Key>([^<]*)</Key>", await _text(request))
         paths = [_checked(html.unescape(key)) for key in keys]
         await self._do(self._folder.delete, paths)
         return _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(path)}</Key></Deleted>" for path in paths))
@@ -298,9 +298,14 @@ def _path_of(request: web.Request) -> str:
 
 
 def _checked(path: str) -> str:
-    if not OBJECT_PATH.fullmatch(path):
+    if len(path) > MAX_SERVED_PATH or not OBJECT_PATH.fullmatch(path):
         raise _Refused(400, "InvalidArgument", "no path of an object")
     return path
+
+
+async def _text(request: web.Request) -> str:
+    """What a request carries, whatever encoding it names: paths and numbers have the same bytes in all."""
+    return (await request.read()).decode(errors="replace")
 
 
 def _range_of(request: web.Request, size: int) -> tuple[int, int]:

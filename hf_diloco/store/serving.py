@@ -48,7 +48,12 @@ class Serving:
         app.middlewares.append(self._note)
         logger.addFilter(_is_worth_a_line)
         self._runner = web.AppRunner(
-            app, access_log=None, logger=logger, shutdown_timeout=_END_SECONDS, lingering_time=_LINGER_SECONDS
+            app,
+            access_log=None,
+            logger=logger,
+            shutdown_timeout=_END_SECONDS,
+            lingering_time=_LINGER_SECONDS,
+            auto_decompress=False,  # nobody here compresses, and a little could become very much
         )
         self._coming: dict[StreamReader, asyncio.Timeout] = {}  # in the order of their coming
         self._looking: asyncio.TimerHandle | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import random
 import socket
@@ -200,6 +201,59 @@ def test_of_requests_that_never_end_the_oldest_make_room(
             stranger.close()
     finally:
         host.close()
+
+
+def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
+    lines = {"Host": "here", "Content-Length": f"{len(body)}", **headers}
+    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in lines.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+MALFORMED = {
+    "path that is too long": request("PUT", f"/runs/{'a/' * 600}a", b"data"),
+    "path of no text": request("PUT", "/runs/%ff%fe", b"data"),
+    "part of no number": request("PUT", f"/runs/x?uploadId=x&partNumber={'9' * 5000}"),
+    "parts of no number": request("POST", "/runs/x?uploadId=x", b"<PartNumber>%s</PartNumber>" % (b"9" * 5000)),
+    "parts in no text": request("POST", "/runs/x?uploadId=x", b"\xff"),
+    "unknown encoding": request("POST", "/runs/x?uploadId=x", b"x", Content_Type="text/xml; charset=zip"),
+    "other encoding": request("POST", "/runs?delete", b"<Key>/</Key>", Content_Type="text/xml; charset=undefined"),
+    "keys of no text": request("POST", "/runs?delete", b"<Key>\xff</Key>"),
+    "range of no number": request("GET", "/runs/there", Range=f"bytes={'9' * 5000}-"),
+    "list of no path": request("GET", "/runs?prefix=%00/x"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_what_makes_no_sense_is_refused_and_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, free_port: int, name: str, is_on_disk: bool
+) -> None:
+    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
+    config = DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous)
+    host = StoreHost(config, tmp_path if is_on_disk else None)
+    try:
+        with socket.create_connection((LOCALHOST, free_port), LONG) as stranger:
+            stranger.sendall(request("PUT", "/runs/there", b"data"))
+            assert b" 200 OK" in stranger.recv(1 << 16)
+            stranger.sendall(MALFORMED[name])
+            assert stranger.recv(1 << 16).startswith((b"HTTP/1.1 40", b"HTTP/1.1 416"))
+    finally:
+        host.close()
+    assert not [record for record in caplog.records if record.name == "hf_diloco.serving"]
+
+
+def test_what_is_compressed_stays_so(caplog: pytest.LogCaptureFixture, free_port: int) -> None:
+    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
+    host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous))
+    try:
+        for body in (gzip.compress(bytes(10_000)), b"not compressed"):
+            with socket.create_connection((LOCALHOST, free_port), LONG) as stranger:
+                stranger.sendall(request("PUT", "/runs/run/x", body, Content_Encoding="gzip"))
+                assert b" 200 OK" in stranger.recv(1 << 16)
+            assert ObjectStore(url_of(rendezvous)).get("x", 1000) == body
+    finally:
+        host.close()
+    assert not [record for record in caplog.records if record.name == "hf_diloco.serving"]
 
 
 def num_connected(port: int) -> int:
