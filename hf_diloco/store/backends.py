@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring each part across in half the time limit
 PARTS_IN_FLIGHT = 4
 DELETES_AT_ONCE = 1000
+MAX_ANSWER_BYTES = 192 << 20
+"""Of an answer of our server, which shows less: see `store.changes`."""
 
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist")
 SERVER_BUCKET = "runs"
@@ -204,16 +206,25 @@ class Server(Cloud):
         limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + question.seconds)
         try:
             said = self._connections.request(
-                "POST", self._path, body=question.model_dump_json(exclude_defaults=True).encode(), timeout=limits
+                "POST",
+                self._path,
+                body=question.model_dump_json(exclude_defaults=True).encode(),
+                timeout=limits,
+                preload_content=False,
+                decode_content=False,
             )
+            data = said.read(MAX_ANSWER_BYTES + 1)
+            if len(data) > MAX_ANSWER_BYTES:
+                said.close()
+                raise ConnectionError(f"an answer of more than {MAX_ANSWER_BYTES:,} bytes, and none of ours")
             if said.status == 404 and not self._has_answered:  # else what stands before it does not find it now
                 raise RendezvousError(
                     f"the server at {self._connections.host}:{self._connections.port} is of an older version of "
                     "hf_diloco, or none: install this version there, and start `hf-diloco rendezvous` again"
                 )
             if said.status != 200:
-                raise ConnectionError(f"status code: {said.status} {said.reason} {said.data[:300]!r}")
-            answer = Answer.model_validate_json(said.data)
+                raise ConnectionError(f"status code: {said.status} {said.reason} {data[:300]!r}")
+            answer = Answer.model_validate_json(data)
             self._has_answered = True
             return answer
         except urllib3.exceptions.NewConnectionError as error:

@@ -16,11 +16,18 @@ from hf_diloco.store.question import MAX_DATA_BYTES, Answer, Question, check_pat
 
 _STALE_SECONDS = 0.25
 """How old a look at the folder may be, which somebody may have mounted, though nothing has come by the server."""
-_KEPT_LOOKS = 64
+MAX_ITEMS = 1 << 17
+"""Values in a question, more than its form allows: a value takes its sender two bytes, and a hundred here."""
+_ITEM_SIGNS = b"[", b"{", b","  # which stand in no path, tag or base64
+_MAX_REASON = 1000
 MAX_WAITING = 1024
 """Questions that wait at a time. A further one is answered at once: islands then ask again after a pause."""
 MAX_WAITING_BYTES = 64 << 20
 """Of questions that wait at a time, as they were sent; likewise."""
+MAX_TOLD_BYTES = 64 << 20
+"""Of objects in all answers that are being sent; and of those below one prefix. Data beyond that are left out."""
+TELL_SECONDS = 300.0
+"""How long an answer may take to be sent."""
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -48,7 +55,7 @@ class Changes:
         self._do = do
         self._count = 0
         self._changed = asyncio.Event()
-        self._num_waiting = self._bytes_waiting = 0
+        self._num_waiting = self._bytes_waiting = self._bytes_told = 0
         self._replacing = asyncio.Lock()
         self._looks: dict[str, tuple[int, float, asyncio.Task[Found]]] = {}
 
@@ -70,9 +77,11 @@ class Changes:
         try:
             root = check_path(request.match_info["path"])
             asked = await request.read()
+            if sum(map(asked.count, _ITEM_SIGNS)) > MAX_ITEMS:
+                raise ValueError(f"more than {MAX_ITEMS:,} values")
             question = Question.model_validate_json(asked)
         except ValueError as error:
-            return web.Response(status=400, text=str(error))
+            return web.Response(status=400, text=str(error)[:_MAX_REASON])
         created = await self._write(root, question)
         may_wait = self._num_waiting < MAX_WAITING and self._bytes_waiting + len(asked) <= MAX_WAITING_BYTES
         self._num_waiting += may_wait
@@ -82,13 +91,41 @@ class Changes:
         finally:
             self._num_waiting -= may_wait
             self._bytes_waiting -= may_wait * len(asked)
-        known = question.known or {}
-        objects = {
-            path.removeprefix(f"{root}/"): (tag, None if known.get(path.removeprefix(f"{root}/")) == tag else data)
-            for path, (tag, data) in found.items()
-        }
-        answer = Answer.model_construct(created=created, objects=objects)
-        return web.Response(text=answer.model_dump_json(), content_type="application/json")
+        objects = {path.removeprefix(f"{root}/"): read for path, read in found.items()}
+        return await self._send(request, created, objects, question.known or {})
+
+    async def _send(
+        self, request: web.Request, created: dict[str, bytes | None], objects: Found, known: dict[str, str]
+    ) -> web.Response:
+        """Answers; what is too much beside all that is being sent is left out, and whoever needs it asks for it."""
+        left = MAX_TOLD_BYTES - self._bytes_told
+
+        def within(data: bytes | None) -> bytes | None:
+            nonlocal left
+            if data is None or len(data) > left:
+                return None
+            left -= len(data)
+            return data
+
+        answer = Answer.model_construct(
+            created={path: within(data) for path, data in created.items()},
+            objects={
+                path: (tag, None if known.get(path) == tag else within(data)) for path, (tag, data) in objects.items()
+            },
+        )
+        size = MAX_TOLD_BYTES - self._bytes_told - left
+        self._bytes_told += size
+        try:
+            response = web.Response(text=answer.model_dump_json(), content_type="application/json")
+            async with asyncio.timeout(TELL_SECONDS):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport:
+                request.transport.abort()
+        finally:
+            self._bytes_told -= size
+        return response
 
     async def _write(self, root: str, question: Question) -> dict[str, bytes | None]:
         """Writes what an island wants to be there; returns what lies where that depends on what lay there."""
@@ -160,14 +197,21 @@ class Changes:
         now = asyncio.get_running_loop().time()
         count, at, task = self._looks.get(prefix, (-1, now, None))
         if task is None or count != self._count or now - at >= _STALE_SECONDS:
-            if len(self._looks) >= _KEPT_LOOKS:
-                self._looks.clear()
+            self._looks = {name: look for name, look in self._looks.items() if now - look[1] < _STALE_SECONDS}
             task = asyncio.create_task(self._do(self._read_all, prefix))
             self._looks[prefix] = self._count, now, task
         return await asyncio.shield(task)  # others may want it if this island goes
 
     def _read_all(self, prefix: str) -> Found:
-        return {entry.path: self._read(entry.path) for entry in self._folder.find(prefix)}
+        found: Found = {}
+        left = MAX_TOLD_BYTES
+        for entry in self._folder.find(prefix):
+            if entry.size > left:
+                found[entry.path] = f"{entry.size}-{entry.modified.timestamp()}", None
+            else:
+                found[entry.path] = self._read(entry.path)
+                left -= entry.size
+        return found
 
     def _read_some(self, paths: Sequence[str]) -> Found:
         """Those of some objects that are there."""

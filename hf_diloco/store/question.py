@@ -13,7 +13,7 @@ Where an object is `awaited` that somebody near the server is likely to write at
 is there, or after `linger` seconds: one answer then brings both.
 
 DATA is in base64 (RFC 4648, of URLs), TAG a digest (xxh3_64) of it. Left out (null) are data that the island knows,
-and what is too large or cannot be read.
+what is too large or cannot be read, and what would be too much together; the latter is asked for by itself.
 
 Any other store answers questions one by one, and who waits asks it again and again. A `Watch` hides the difference.
 """
@@ -170,10 +170,10 @@ def look(
             awaited=awaited,
         )
     )
-    seen = before.objects if before else {}
+    seen = {(path, tag): before.objects[path] for path, tag in before.tags.items()} if before else {}
     return Sight(
         tuple(prefixes),
-        {path: seen.get(path) if data is None else data for path, (_, data) in answer.objects.items()},
+        {path: seen.get((path, tag)) if data is None else data for path, (tag, data) in answer.objects.items()},
         {path: tag for path, (tag, _) in answer.objects.items()},
         answer.created,
         frozenset(paths),

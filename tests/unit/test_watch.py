@@ -6,6 +6,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -14,11 +15,20 @@ import pytest
 from aiohttp import web
 
 from hf_diloco.errors import ForgedError, RendezvousError, StoreError
-from hf_diloco.store import changes
+from hf_diloco.store import backends, changes
 from hf_diloco.store.failures import TooLargeError
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.question import MAX_DATA_BYTES, MAX_PAUSE_SECONDS, MAX_WAIT_SECONDS, Awaited, Sight, Watch, look
+from hf_diloco.store.question import (
+    MAX_DATA_BYTES,
+    MAX_PAUSE_SECONDS,
+    MAX_WAIT_SECONDS,
+    Awaited,
+    Question,
+    Sight,
+    Watch,
+    look,
+)
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL
 from tests.clocks import AT_ONCE, LONG, StillClock
@@ -202,11 +212,79 @@ def test_a_watch_first_writes_its_own_record_also_in_place_of_rubbish(store: Obj
         ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/plan", "linger": 0}}'),
         ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/plan", "linger": 1e9}}'),
         ("run", b'{"prefixes": ["a"], "awaited": {"path": "a/plan", "linger": NaN}}'),
+        ("run", b'{"paths": [%s"a"]}' % (b'"a",' * changes.MAX_ITEMS)),
+        ("run", b'{"more": [%s[]]}' % (b"[]," * changes.MAX_ITEMS)),
+        ("run", b"[" * changes.MAX_ITEMS),
+        ("run", b'{"known": {"\xff": "0"}}'),
+        ("run", b'{"known": {"\\ud800": "0"}}'),
+        ("run", b'{"seconds": %s}' % (b"9" * 5000)),
     ],
 )
 def test_what_makes_no_sense_is_refused(address: str, path: str, body: bytes) -> None:
-    with pytest.raises(HTTPError, match="400"):
+    with pytest.raises(HTTPError, match="400") as refusal:
         urllib.request.urlopen(urllib.request.Request(f"{address}/changes/{path}", body), timeout=LONG)
+    assert len(refusal.value.read()) <= 2000
+
+
+def test_as_many_values_as_an_island_may_send_are_no_more_than_are_taken(store: ObjectStore) -> None:
+    known = {f"a/{number}": "" for number in range(100_000)}
+    paths = [f"b/{number}" for number in range(4096)]
+    few = {f"c/{number}": b"" for number in range(16)}
+    question = Question(create=few, put=few, prefixes=["a"] * 16, paths=paths, known=known)
+    assert store.ask(question).created == few
+
+
+def test_what_is_too_much_together_is_asked_for_by_itself(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a/1", "a/2", "b/3"):
+        store.put(name, bytes(1000))
+    monkeypatch.setattr(changes, "MAX_TOLD_BYTES", 2500)
+    sight = look(store, ["a", "b"], create={"b/3": b"other"})
+    told = [data for data in (*sight.created.values(), *sight.objects.values()) if data is not None]
+    assert told == [bytes(1000)] * 2
+    with store.sights.answer_from(sight):
+        assert [store.get(name, 2000) for name in ("a/1", "a/2", "b/3")] == [bytes(1000)] * 3
+    assert look(store, ["a"]).objects == {"a/1": bytes(1000), "a/2": bytes(1000)}, "an answer counts until it is sent"
+    monkeypatch.setattr(changes, "MAX_TOLD_BYTES", 1500)
+    assert list(look(store, ["a"]).objects.values()) == [bytes(1000), None]
+    assert not store.create("a/1", b"other")
+    assert store.decide("a/1", b"other", 2000) == bytes(1000)
+
+
+def test_what_was_known_is_not_shown_in_place_of_news_that_are_left_out(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("a/1", b"old")
+    before = look(store, ["a"])
+    store.put("a/1", b"new, and longer")
+    monkeypatch.setattr(changes, "MAX_TOLD_BYTES", 10)
+    sight = look(store, ["a"], before)
+    assert sight.objects == {"a/1": None}
+    with store.sights.answer_from(sight):
+        assert store.get("a/1", 100) == b"new, and longer"
+
+
+def test_an_answer_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_greeting = True
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal is_greeting
+        if is_greeting:
+            is_greeting = False
+            return web.Response(text='{"created": {}, "objects": {}}', content_type="application/json")
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                await stream.write(b" " * 1000)
+        return stream
+
+    monkeypatch.setattr(backends, "MAX_ANSWER_BYTES", 1 << 20)
+    app = web.Application()
+    app.router.add_post("/changes/run", answer)
+    with serving_app(app) as address:
+        store = ObjectStore(f"{address}/run", timeout=0.5)
+        with pytest.raises(StoreError, match=r"an answer of more than 1,048,576 bytes"):
+            look(store, ["a"])
 
 
 def test_a_server_that_is_gone_is_an_error_of_the_store(tmp_path: Path) -> None:
