@@ -158,7 +158,7 @@ class Voting:
             IslandLostError: that is not known yet.
             StoreError: the store does not answer.
         """
-        won_by = winner(participants, self._read(folder, self._log.list(f"{folder}/votes/")))
+        won_by = winner(participants, self._read(folder, participants, self._log.list(f"{folder}/votes/")))
         if won_by is None:
             raise IslandLostError(f"{folder} is committed, but most of those who take part have yet to vote")
         if won_by != mean:
@@ -177,9 +177,11 @@ class Voting:
         outcome = self._decisions.outcome(folder) if any(map(is_outcome, paths)) else None
         if outcome is not None and (outcome.kind == "abort" or outcome.mean == mean):
             return outcome
-        votes = self._read(folder, paths)
+        votes = self._read(folder, participants, paths)
         return votes if outcome is None or winner(participants, votes) is None else outcome
 
-    def _read(self, folder: str, paths: Iterable[str]) -> dict[int, str]:
-        votes = self._log.read_all([path for path in paths if path.startswith(f"{folder}/votes/")], VoteRecord)
-        return {vote.island: vote.mean for path, vote in votes.items() if path == vote_path(folder, vote.island)}
+    def _read(self, folder: str, participants: Collection[int], paths: Iterable[str]) -> dict[int, str]:
+        """The participants' votes; one in another's name is none, and nobody waits for what else could be there."""
+        places = {vote_path(folder, island): island for island in participants}
+        votes = self._log.read_all([path for path in paths if path in places], VoteRecord)
+        return {places[path]: vote.mean if vote.island == places[path] else ABSTENTION for path, vote in votes.items()}

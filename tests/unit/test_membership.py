@@ -449,6 +449,20 @@ def test_a_vote_is_waited_for_no_longer_than_the_grace(
     assert abstention.mean == ""
 
 
+def test_nobody_waits_for_ever_for_who_votes_in_anothers_name(
+    log: RunLog, process: Process, clock: EventfulClock
+) -> None:
+    here, there = process(0), process(1)
+    there.standing.phase = "syncing"
+    there.heartbeat()
+    log.create("rounds/00000001/00/votes/00001.json", VoteRecord(island=0, mean="cd"))
+    quorum = Quorum(log, here, Rules(min_islands=2, grace=2.0), clock=clock)
+    since = clock.now()
+    outcome = quorum.commit(Attempt(1, 0), [offer_of(0), offer_of(1)], "ab")
+    assert (outcome.kind, outcome.mean) == ("commit", "ab")
+    assert clock.now() - since < 1
+
+
 @pytest.mark.parametrize("are_gone", [False, True])
 def test_who_is_outvoted_waits_for_the_commit_of_the_others_and_aborts_where_they_are_gone(
     log: RunLog, process: Process, clock: EventfulClock, are_gone: bool
