@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hf_diloco.store.log import Record
+from hf_diloco.store.log import Number, Record
 
 Phase = Literal["joining", "passing", "training", "syncing", "left", "finished"]
 
@@ -25,7 +25,7 @@ class IncarnationRecord(Record):
 
     host: str
     machine: str
-    pid: int
+    pid: Number
     folder: str
     identities: dict[str, list[str]] = Field(default_factory=dict)
     nonce: str = ""
@@ -46,14 +46,14 @@ class HeartbeatRecord(Record):
         misses: neighbours that a node has lost, and looks for.
     """
 
-    count: int = Field(ge=0)
+    count: Number
     phase: Phase
-    round: int = Field(ge=0)
-    steps: int = Field(ge=0)
-    num_ranks: int = Field(ge=1)
+    round: Number
+    steps: Number
+    num_ranks: Number = Field(ge=1)
     tokens_per_second: float = Field(ge=0)
     refused: dict[str, str] = Field(default_factory=dict)
-    misses: list[int] = Field(default_factory=list)
+    misses: list[Number] = Field(default_factory=list)
 
 
 def incarnation_path(island: int, number: int) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from hf_diloco.errors import ExchangeError, PayloadError
-from hf_diloco.store.log import Record
+from hf_diloco.store.log import Number, Record
 
 Digest = str
 Rate = Annotated[float, Field(ge=0)]
+IslandName = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")]
 
 _TRIES = 2
+_MAX_OBJECT_BYTES = 1 << 52  # more than any island may announce
 ABSTENTION = ""
 _NO_EXAMPLES = "no examples behind it"
 
@@ -38,24 +40,24 @@ class OfferRecord(Record):
         heartbeat: count of the island's last heartbeat before it: a later one says whether the island still waits.
     """
 
-    island: int = Field(ge=0)
-    incarnation: int = Field(ge=1)
-    serial: int = Field(ge=0)
-    steps: int = Field(ge=0)
+    island: Number
+    incarnation: Number = Field(ge=1)
+    serial: Number
+    steps: Number
     weight: float = Field(ge=0)
     norm: float | None = Field(ge=0)
     state: str = Field(pattern="^[0-9a-f]{1,64}$")
     objects: list[dict[str, Any]] = Field(default_factory=list, max_length=4096)
     links: str = ""
     rates: list[Rate] = Field(default_factory=list)
-    heartbeat: int = Field(default=0, ge=0)
+    heartbeat: Number = 0
 
 
 class Participant(Record):
     """An offer that a plan takes: by its path, with the island's weight and norm."""
 
     offer: str
-    island: int = Field(ge=0)
+    island: Number
     weight: float = Field(gt=0)
     norm: float = Field(ge=0)
 
@@ -71,10 +73,10 @@ class PlanRecord(Record):
         rates: the inner learning rates with which all take the outer step, where the method wants them.
     """
 
-    by: int = Field(ge=0)
+    by: Number
     state: str
     participants: list[Participant] = Field(min_length=1)
-    left_out: dict[str, str] = Field(default_factory=dict)
+    left_out: dict[IslandName, str] = Field(default_factory=dict)
     rates: list[Rate] = Field(default_factory=list)
 
     @property
@@ -96,13 +98,13 @@ class OutcomeRecord(Record):
         lost: islands without which it cannot take place, where all must be there.
     """
 
-    by: int = Field(ge=0)
+    by: Number
     kind: Literal["commit", "abort"]
     mean: str = ""
     unusable: str = ""
     reason: str = ""
     is_split: bool = False
-    lost: list[int] = Field(default_factory=list)
+    lost: list[Number] = Field(default_factory=list)
 
 
 class VoteRecord(Record):
@@ -115,7 +117,7 @@ class VoteRecord(Record):
         again: it may hold one if the round is taken again.
     """
 
-    island: int = Field(ge=0)
+    island: Number
     mean: str
     reason: str = ""
     again: bool = False
@@ -168,6 +170,15 @@ def vote_path(folder: str, island: int) -> str:
 def missing_path(folder: str, island: int, incarnation: int) -> str:
     """Where a process says that it misses the average of the attempt in a folder, in which its island took part."""
     return f"{folder}/missing/{author_of(island, incarnation)}.json"
+
+
+def payload_bytes(offers: Iterable[OfferRecord]) -> int | None:
+    """Bytes of all objects; one that is offered again in another attempt counts once. None if there are none."""
+    objects = [info for offer in offers for info in offer.objects]
+    if all("path" not in info for info in objects):
+        return None
+    sizes = {str(info.get("path")): info.get("num_bytes") for info in objects}
+    return sum(size for size in sizes.values() if isinstance(size, int) and 0 <= size <= _MAX_OBJECT_BYTES)
 
 
 def why_useless(offer: OfferRecord) -> str:
@@ -239,8 +250,8 @@ class SnapshotRecord(Record):
         numbers: what the method keeps besides, equal on all ranks.
     """
 
-    round: int = Field(ge=0)
-    rank: int = Field(ge=0)
+    round: Number
+    rank: Number
     num_ranks: int = Field(ge=1, le=4096)
     state: str
     tensors: dict[str, dict[str, Any]]

@@ -11,7 +11,7 @@ from hf_diloco.errors import ExchangeError, FingerprintError, ForgedError, Rende
 from hf_diloco.membership.facts import Facts, differ, remedy_for
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
-from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.log import Number, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MAX_RECORD_BYTES, MEETING, ORIGIN, RUN_PATH, Seal
 from hf_diloco.utils.clock import REAL, Clock
@@ -37,9 +37,9 @@ class RunRecord(Record):
     """
 
     run: str = Field(pattern="^[0-9a-f]{32}$")
-    by: int = Field(ge=0)
+    by: Number
     parent: str
-    num_rounds: int | None = Field(ge=0)
+    num_rounds: Number | None
     fingerprint: dict[str, str | int | float | bool | None]
     waits_for_all: bool = False
     unit: Literal["island", "node"] = "island"

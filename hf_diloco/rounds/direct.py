@@ -40,7 +40,7 @@ from hf_diloco.rounds.engines import BucketEngine, Engine
 from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.sealing.channel import Parties
 from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.log import Number, Record, RunLog
 from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.store.torch_store import RecordStore
 from hf_diloco.transport.base import Lane, Observer, RateLimit, Traffic
@@ -59,14 +59,14 @@ NOTE_PATIENCE = 0.5
 class RangeRecord(Record):
     """What an offer says of one rank: which values it owns."""
 
-    start: int = Field(ge=0)
-    length: int = Field(ge=0)
+    start: Number
+    length: Number
 
 
 class MeanRecord(Record):
     """One rank's part of an average."""
 
-    rank: int = Field(ge=0)
+    rank: Number
     num_ranks: int = Field(ge=1, le=4096)
     object: dict[str, Any]
 

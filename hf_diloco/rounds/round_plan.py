@@ -48,7 +48,7 @@ class PlannedRound(Record):
     @property
     def left_out(self) -> dict[int, str]:
         """Islands that offered, but whose pseudo-gradients do not count, with the reason."""
-        return {int(island): reason for island, reason in self.plan.left_out.items() if island.isdecimal()}
+        return {int(island): reason for island, reason in self.plan.left_out.items()}
 
     @property
     def rates(self) -> list[float]:

@@ -22,7 +22,9 @@ from hf_diloco.membership.round_records import (
     SnapshotRecord,
     assemble,
     author_of,
+    payload_bytes,
     round_of,
+    why_useless,
 )
 from hf_diloco.membership.run import open_run
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
@@ -266,7 +268,7 @@ class Observer:
             participants=[participant.island for participant in plan.participants] if plan else [],
             left_out=_left_out(plan, newest) if plan else {},
             aborted=aborted,
-            payload_bytes=_payload_bytes(offers.values()),
+            payload_bytes=payload_bytes(offers.values()),
             committed_at=_decided_at(attempts) if is_committed else None,
         )
 
@@ -376,8 +378,15 @@ def _decided_at(attempts: Attempts) -> datetime | None:
 
 
 def _left_out(plan: PlanRecord, offers: Sequence[OfferRecord]) -> dict[int, str]:
-    """Islands that offered but do not take part: those that the plan names, and those that it does not."""
-    left_out = {int(island): reason for island, reason in plan.left_out.items() if island.isdecimal()}
+    """Islands that offered but do not take part: those that the plan names, and those that it does not.
+
+    Where their offers do not show why, the island that wrote the plan is named.
+    """
+    shown = {str(offer.island): why_useless(offer) for offer in offers}
+    left_out = {
+        int(island): reason if reason == shown.get(island) else f"{reason}, says island {plan.by}"
+        for island, reason in plan.left_out.items()
+    }
     known = {participant.island for participant in plan.participants} | left_out.keys()
     for offer in offers:
         if offer.island not in known:
@@ -385,12 +394,3 @@ def _left_out(plan: PlanRecord, offers: Sequence[OfferRecord]) -> dict[int, str]
             late = f"came after the plan, which island {plan.by} wrote"
             left_out[offer.island] = late if same else "starts from other outer parameters"
     return dict(sorted(left_out.items()))
-
-
-def _payload_bytes(offers: Iterable[OfferRecord]) -> int | None:
-    """Bytes of all objects; one that is offered again in another attempt counts once. None if there are none."""
-    objects = [info for offer in offers for info in offer.objects]
-    if all("path" not in info for info in objects):
-        return None
-    sizes = {str(info.get("path")): info.get("num_bytes") for info in objects}
-    return sum(size for size in sizes.values() if isinstance(size, int) and size >= 0)

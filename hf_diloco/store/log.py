@@ -24,9 +24,9 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hf_diloco.errors import ForgedError, UnknownIdentityError
 from hf_diloco.store.failures import TooLargeError, UnreadableError
@@ -45,6 +45,9 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
+
+Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+"""A whole number of a record: one that can be counted with, written down, and compared with fractions."""
 
 R = TypeVar("R", bound=Record)
 

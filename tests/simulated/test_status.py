@@ -25,7 +25,7 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.open import open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import unanimity
-from hf_diloco.membership.round_records import OutcomeRecord
+from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, PlanRecord
 from hf_diloco.membership.run import open_run
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.status.models import IslandStatus, RunStatus, figures
@@ -174,6 +174,30 @@ def test_an_island_that_is_left_out_is_named_with_the_reason(tmp_path: Path) -> 
     found = look(meeting)
     assert (found.rounds[0].participants, found.rounds[0].left_out) == ([0], {1: "not finite"})
     assert re.search(r"^ +2 +committed +1 +0 +1: not finite ", shown(found), re.MULTILINE)
+
+
+def test_who_leaves_an_island_out_for_no_reason_is_named(meeting: Meeting) -> None:
+    start(meeting, 2)
+    _, log = open_run(ObjectStore(meeting.url), b"")
+    path = "rounds/00000001/00/plan.json"
+    plan = log.read(path, PlanRecord)
+    assert plan is not None
+    fewer = [participant for participant in plan.participants if participant.island != 0]
+    log.put(path, plan.model_copy(update={"by": 1, "participants": fewer, "left_out": {"0": "not finite"}}))
+    assert look(meeting).rounds[0].left_out == {0: "not finite, says island 1"}
+
+
+def test_sizes_that_no_object_has_are_not_added_up(meeting: Meeting) -> None:
+    start(meeting, 2)
+    _, log = open_run(ObjectStore(meeting.url), b"")
+    (path, _) = next(found for found in log.store.list("rounds/00000001/00/offers") if "/00001-" in found[0])
+    offer = log.read(path, OfferRecord)
+    assert offer is not None
+    size = offer.objects[0]["num_bytes"]
+    log.put(path, offer.model_copy(update={"objects": [{**offer.objects[0], "num_bytes": 10**400}]}))
+    found = look(meeting)
+    assert found.rounds[0].payload_bytes == size
+    assert "payload" in shown(found)
 
 
 def test_a_round_that_is_not_committed_yet(meeting: Meeting) -> None:

@@ -17,6 +17,7 @@ from hf_diloco.errors import (
     DiLoCoError,
     DuplicateIslandError,
     ExchangeError,
+    ForgedError,
     IslandLostError,
     PayloadError,
     RendezvousError,
@@ -26,7 +27,7 @@ from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Candidates, Rules, UsualNorms
 from hf_diloco.membership.decisions import Decisions
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.member_records import IncarnationRecord, Phase, incarnation_path
+from hf_diloco.membership.member_records import HeartbeatRecord, IncarnationRecord, Phase, incarnation_path
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import (
     Attempt,
@@ -40,7 +41,7 @@ from hf_diloco.membership.round_records import (
     author_of,
 )
 from hf_diloco.membership.run import RunRecord, enter_run, open_run
-from hf_diloco.store.log import RunLog
+from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import Sight
 from hf_diloco.store.signing import MEETING, RUN_PATH, Seal
@@ -461,6 +462,29 @@ def test_nobody_waits_for_ever_for_who_votes_in_anothers_name(
     outcome = quorum.commit(Attempt(1, 0), [offer_of(0), offer_of(1)], "ab")
     assert (outcome.kind, outcome.mean) == ("commit", "ab")
     assert clock.now() - since < 1
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 53, 10**400])
+def test_numbers_that_nothing_can_be_counted_by_are_refused(log: RunLog, number: int) -> None:
+    """They would end whoever writes them down, or compares them with fractions."""
+    heartbeat = HeartbeatRecord(count=1, phase="training", round=1, steps=1, num_ranks=1, tokens_per_second=1.0)
+    outcome = OutcomeRecord(by=0, kind="abort", lost=[1])
+    plan = PlanRecord(by=0, state="ab", participants=[Participant(offer="x", island=0, weight=1.0, norm=1.0)])
+    wrong: dict[str, Record] = {
+        name: record.model_copy(update={name: value})
+        for record, name, value in [
+            *((heartbeat, name, number) for name in ("count", "round", "steps", "num_ranks")),
+            *((offer_of(0), name, number) for name in ("island", "incarnation", "serial", "steps", "heartbeat")),
+            (outcome, "lost", [number]),
+            (outcome, "by", number),
+            (plan, "left_out", {str(number): "no reason"}),
+            (plan, "left_out", {"9" * 5000: "no reason"}),
+        ]
+    }
+    for name, record in wrong.items():
+        log.put(name, record)
+        with pytest.raises(ForgedError, match=rf"{name} is no {type(record).__name__} of this version"):
+            log.read(name, type(record))
 
 
 @pytest.mark.parametrize("are_gone", [False, True])
