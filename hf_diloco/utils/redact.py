@@ -13,14 +13,15 @@ _NOT_OF_A_TOKENIZER = "".join(
 )
 _NAME = (
     r"(?:[A-Za-z0-9]+[._-])*(?:" + _NOT_OF_A_TOKENIZER + r"token|secret|password|passwd|pwd|credentials?|authorization"
-    r"|signature|sig|(?:api|access|secret|account|private|signing|diloco)[_-]?(?:access[_-]?)?key)"
+    r"|signature|sig|(?:api|access|secret|account|private|signing|diloco)[_-]?(?:access[_-]?)?key|diloco_identity)"
 )
 """What a setting, variable or part of a query is called that holds a secret; not pad_token, key_file or max_tokens."""
 
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s'\",;&)}\]]+)"
 _IS_SECRET = re.compile(_NAME, re.IGNORECASE)
 _HIDE = (
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/?#\s'\"@]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),  # user:password@
+    (re.compile(r"-----BEGIN ([A-Z ]{0,20})PRIVATE KEY-----.*?(?:-----END \1PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]{0,30}://)[^/?#\s'\"@]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),  # user:password@
     (re.compile(rf"((?<![A-Za-z0-9_.-]){_NAME}=){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(rf"(([\"']){_NAME}\2: ?){_VALUE}", re.IGNORECASE), rf"\1'{HIDDEN}'"),  # of a dict that is printed
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), f"hf_{HIDDEN}"),

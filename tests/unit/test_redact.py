@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from hf_diloco import errors
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli.launch import Island
+from hf_diloco.cli.main import app
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError, IslandLostError
 from hf_diloco.report import load_run, print_report, summarise, write_html
@@ -27,12 +30,16 @@ SECRETS = {
     "https://h/c?X-Amz-Credential=s3cr3t&X-Amz-Signature=s3cr3t": "https://h/c?X-Amz-Credential=***&X-Amz-Signature=***",
     "AWS_SECRET_ACCESS_KEY='s3cr3t here' HF_DILOCO_KEY=s3cr3t x": "AWS_SECRET_ACCESS_KEY=*** HF_DILOCO_KEY=*** x",
     "{'hub_token': 's3cr3t', 'x': 1}": "{'hub_token': '***', 'x': 1}",
+    "HF_DILOCO_IDENTITY=-----BEGIN PRIVATE KEY-----\ns3cr3t\n-----END PRIVATE KEY----- x": "HF_DILOCO_IDENTITY=*** x",
+    "{'HF_DILOCO_IDENTITY': 's3cr3t'}": "{'HF_DILOCO_IDENTITY': '***'}",
+    "-----BEGIN EC PRIVATE KEY-----\ns3cr3t": "***",
     f"401 for token {TOKEN}.": "401 for token hf_***.",
 }
 HARMLESS = [
     "pad_token=<pad> max_tokens=5 num_tokens: 8 key_file=/x/y",
     "s3://bucket/run tcp://127.0.0.1:29400 tcp://[::1]:29400 file:///a@b/c",
     "the run's key (HF_DILOCO_KEY or key_file), hf_diloco_something, tokenizer=a/b",
+    "HF_DILOCO_IDENTITY, identity_file=/x/y, -----BEGIN PUBLIC KEY-----",
 ]
 
 
@@ -47,6 +54,23 @@ def test_secrets_in_text_are_hidden(text: str, shown: str) -> None:
 @pytest.mark.parametrize("text", HARMLESS)
 def test_other_text_stays(text: str) -> None:
     assert redact_text(text) == text
+
+
+@pytest.mark.parametrize("part", ["a.", "a-", "a:", "'a.", "key=", 'token="', "a://", "-----BEGIN PRIVATE KEY-----"])
+def test_long_text_of_others_takes_no_time(part: str) -> None:
+    """Errors of the package quote what other islands say, in records of up to 4 MiB."""
+    began = time.process_time()
+    redact_text(part * (100_000 // len(part)))
+    assert time.process_time() - began < 5, "the time grows as the square of the length"
+
+
+def test_the_environment_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    private = "-----BEGIN PRIVATE KEY-----\ns3cr3t\n-----END PRIVATE KEY-----"
+    monkeypatch.setenv("HF_DILOCO_IDENTITY", private)
+    monkeypatch.setenv("HF_DILOCO_KEY", "s3cr3t")
+    shown = CliRunner().invoke(app, ["env"]).output
+    assert "HF_DILOCO_IDENTITY" in shown
+    assert "s3cr3t" not in shown
 
 
 def test_secrets_in_settings_are_hidden_by_their_names() -> None:
