@@ -7,6 +7,7 @@ values/KEY.json     likewise, where membership is fixed, and of nodes; see `stor
 from __future__ import annotations
 
 import base64
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -227,7 +228,9 @@ def _value(record: BytesRecord | None) -> bytes | None:
 
 
 def _count(value: bytes | None) -> int:
-    return int(value.split()[0]) if value else 0
+    """What is no number counts as absent, too."""
+    found = re.match(rb"\d{1,18}(?: |\Z)", value or b"")
+    return int(found[0]) if found else 0
 
 
 def _bytes(value: str | bytes) -> bytes:
