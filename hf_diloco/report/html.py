@@ -55,8 +55,9 @@ def write_page(page: str, target: Path) -> Path:
 
 
 def fill(template: str, **values: Any) -> str:
-    """One of the package's templates, filled in; all text is escaped."""
-    return _templates().get_template(template).render(version=__version__, **values)
+    """One of the package's templates, filled in; all text is escaped, and can be encoded."""
+    page = _templates().get_template(template).render(version=__version__, **values)
+    return page.encode(errors="replace").decode()  # JSON may hold half a surrogate pair
 
 
 MAX_ROUND_ROWS = 1000

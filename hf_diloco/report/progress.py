@@ -71,7 +71,7 @@ def read_progress(path: Path) -> Progress:
             noun=str(values.get("noun") or ""),
             can_stop=values.get("can_stop") is not False,
         )
-    except (OSError, ValueError, OverflowError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError):
         return Progress()
 
 

@@ -113,6 +113,7 @@ def test_without_an_output_nothing_is_shown() -> None:
         '{"state": "training", "step": "many"}',
         '{"state": "training", "step": 1e999}',
         '"training"',
+        "[" * 100_000,
     ],
 )
 def test_unreadable_progress_counts_as_not_yet_training(tmp_path: Path, text: str) -> None:

@@ -124,6 +124,13 @@ def test_text_of_others_is_escaped(tmp_path: Path) -> None:
         assert expected in page.text
 
 
+def test_text_that_cannot_be_encoded_leaves_a_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    (folder / "run.json").write_text(json.dumps({"diloco": {"a": "half \ud800 a pair"}}))
+    _, page = page_of(folder)
+    assert "half ? a pair" in page.text
+
+
 def test_settings_come_from_run_json(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     settings = {"seed": 42, "training": {"bf16": False, "max_steps": 4}, "accelerate": None, "data": {"files": []}}
