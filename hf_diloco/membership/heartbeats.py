@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from hf_diloco.errors import DuplicateIslandError, StoreError
+from hf_diloco.errors import DuplicateIslandError, StoreError, UnknownIdentityError
 from hf_diloco.membership.member_records import HeartbeatRecord, IncarnationRecord, Phase, incarnation_path
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import Watch, looking_once
@@ -94,7 +94,7 @@ class Members:
         self._seen: dict[int, tuple[int, HeartbeatRecord, float]] = {}
         self.heard: set[int] = set()
         self._has_looked = False
-        self._incarnations: set[str] = set()
+        self._incarnations: dict[str, bool] = {}  # by path: whether its writer may take part now
         self._count = 0
         self._is_cut_off = False
         self._reached_at = -math.inf
@@ -115,7 +115,7 @@ class Members:
             DuplicateIslandError: the process that claimed it before is alive; or has been.
         """
         while True:
-            newest = self.newest_incarnation(self.island)
+            newest = self.newest_incarnation(self.island, is_of_now=True)
             if newest and not may_return:
                 raise DuplicateIslandError(
                     f"another process has already joined this run as {self._unit} {self.island} "
@@ -129,7 +129,7 @@ class Members:
                 )
             record, number = self._record(), newest + 1
             while not self.log.create(path := incarnation_path(self.island, number), record):
-                if self._is_incarnation(path):  # another process was faster
+                if self._is_incarnation(path, is_of_now=True):  # another process was faster
                     break
                 number += 1
             else:
@@ -149,16 +149,26 @@ class Members:
             nonce=secrets.token_hex(8),
         )
 
-    def newest_incarnation(self, island: int) -> int:
-        """The number of the newest process of an island; 0 if there was none. Other records do not count."""
+    def newest_incarnation(self, island: int, is_of_now: bool = False) -> int:
+        """The number of the newest process of an island; 0 if there was none. Other records do not count; if
+        `is_of_now`, nor do those of an identity that was replaced, whose holder could end this process otherwise."""
         names = [path.rpartition("/")[2] for path in self.log.list(f"incarnations/{island}/")]
         numbers = sorted((int(name[:-5]) for name in names if _INCARNATION_NAME.fullmatch(name)), reverse=True)
-        return next((number for number in numbers if self._is_incarnation(incarnation_path(island, number))), 0)
+        paths = ((number, incarnation_path(island, number)) for number in numbers)
+        return next((number for number, path in paths if self._is_incarnation(path, is_of_now)), 0)
 
-    def _is_incarnation(self, path: str) -> bool:
+    def _is_incarnation(self, path: str, is_of_now: bool = False) -> bool:
         if path not in self._incarnations and self.log.read_or_refuse(path, IncarnationRecord) is not None:
-            self._incarnations.add(path)
-        return path in self._incarnations
+            self._incarnations[path] = self._counts_now(path)
+        return self._incarnations.get(path, False) if is_of_now else path in self._incarnations
+
+    def _counts_now(self, path: str) -> bool:
+        if self.log.seal.signer is None:
+            return True
+        try:
+            return self.log.read(path, IncarnationRecord, is_of_now=True) is not None
+        except UnknownIdentityError:
+            return False
 
     def check_incarnation(self) -> bool:
         """Whether the record by which this process has claimed the island's number is there.
@@ -166,7 +176,7 @@ class Members:
         Raises:
             DuplicateIslandError: a newer process has taken this island's number.
         """
-        newest = self.newest_incarnation(self.island)
+        newest = self.newest_incarnation(self.island, is_of_now=True)
         if newest > self.incarnation:
             raise DuplicateIslandError(
                 f"another process ({self._where(newest)}) has taken over as {self._unit} {self.island} while this one "

@@ -81,8 +81,8 @@ class RunLog:
         """Writes a record in place of what is there; see `ObjectStore.put`."""
         self.store.put(path, self._wrap(path, record), None, is_lasting)
 
-    def read(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> R | None:
-        """A record, or None if there is none. One of more than `limit` bytes is not downloaded.
+    def read(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES, is_of_now: bool = False) -> R | None:
+        """A record, or None if there is none. One of more than `limit` bytes is not downloaded; see also `Seal.open`.
 
         Raises:
             ForgedError: what lies there was not written for this place with the run's key, or is no such record.
@@ -92,11 +92,11 @@ class RunLog:
             data = self.store.get(path, limit)
         except (TooLargeError, UnreadableError) as error:
             raise ForgedError(str(error)) from None
-        return None if data is None else self._open(path, kind, data)
+        return None if data is None else self._open(path, kind, data, is_of_now)
 
-    def _open(self, path: str, kind: type[R], data: bytes) -> R:
+    def _open(self, path: str, kind: type[R], data: bytes, is_of_now: bool = False) -> R:
         try:
-            return kind.model_validate_json(json.dumps(self.seal.open(path, data)))
+            return kind.model_validate_json(json.dumps(self.seal.open(path, data, is_of_now)))
         except ValidationError as error:
             problem = error.errors()[0]
             raise ForgedError(

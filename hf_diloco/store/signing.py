@@ -180,8 +180,13 @@ class Seal:
             raise ValueError(f"the record {path} has {len(data)} bytes, more than the {MAX_RECORD_BYTES} allowed")
         return data
 
-    def open(self, path: str, data: bytes) -> dict[str, Any]:
+    def open(self, path: str, data: bytes, is_of_now: bool = False) -> dict[str, Any]:
         """The body of the record that lies at `path`.
+
+        Args:
+            path: where it lies.
+            data: what lies there.
+            is_of_now: it counts only if its writer may take part now; see `round_of_history`.
 
         Raises:
             ForgedError: it was altered, cut short, moved from another path, written in another run or with another
@@ -204,7 +209,7 @@ class Seal:
             raise ForgedError(f"the record {path} was not sealed with this run's key for this place: {ORIGIN}")
         parsed = _parse(path, text)
         if self.signer and path != RUN_PATH:
-            self._check_signature(self.signer, path, record, parsed)
+            self._check_signature(self.signer, path, record, parsed, None if is_of_now else round_of_history(path))
         return parsed
 
     def _decrypt(self, path: str, sealed: object) -> bytes:
@@ -212,7 +217,9 @@ class Seal:
             raise ForgedError(f"the record {path} is encrypted, and there is no key here: {ORIGIN}")
         return self._cipher.open(path, sealed.encode())
 
-    def _check_signature(self, signer: Signer, path: str, record: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+    def _check_signature(
+        self, signer: Signer, path: str, record: Mapping[str, Any], body: Mapping[str, Any], last_round: int | None
+    ) -> None:
         by, signature = record.get("by"), record.get("signature")
         if not isinstance(by, int) or isinstance(by, bool) or not isinstance(signature, str):
             raise UnknownIdentityError(
@@ -224,7 +231,7 @@ class Seal:
         except ValueError:
             raise ForgedError(f"the record {path} bears no signature: {ORIGIN}") from None
         said = (self.run_id.encode(), path.encode(), record["body"].encode())
-        signer.check(by, raw, _PURPOSE, *said, last_round=round_of_history(path))
+        signer.check(by, raw, _PURPOSE, *said, last_round=last_round)
         check_author(path, body, by, signer.roster.unit)
 
     def mac(self, path: str, text: bytes) -> str:

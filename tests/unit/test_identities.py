@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,20 @@ from typer.testing import CliRunner
 
 from hf_diloco.cli.main import app
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import ConfigError, ForgedError, RendezvousError, UnknownIdentityError
+from hf_diloco.errors import ConfigError, DuplicateIslandError, ForgedError, RendezvousError, UnknownIdentityError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.sealing.channel import ISLANDS, Agreement, Parties
 from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import ENV_IDENTITY, Credentials, find_credentials, make_identity
+from hf_diloco.store.log import RunLog
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MAX_RECORD_BYTES, MEETING, Seal
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.public_keys import show_public
+from tests.clocks import StillClock
 from tests.tcp_stores import Port
 
 KEY = b"0123456789abcdef"
@@ -128,6 +133,23 @@ def test_keys_are_replaced_and_taken_away() -> None:
     ) as caught:
         seal(0, {1: [PUBLIC[3]]}).open(OFFER, old)
     assert caught.value.island == 1
+
+
+def test_who_has_a_replaced_key_takes_no_number_over() -> None:
+    store = ObjectStore(f"memory://{uuid.uuid4().hex}")
+    old = Members(RunLog(store, seal(1)), 1)
+    old.enter()
+    replaced = {1: [f"{PUBLIC[1]} until 7", PUBLIC[3]]}
+    island = Members(RunLog(store, Seal(KEY, "run", signer(1, 3, replaced))), 1, clock=StillClock())
+    assert island.enter() == 2
+    assert island.newest_incarnation(1) == 2
+    record = old.log.read(incarnation_path(1, 1), IncarnationRecord)
+    assert record is not None
+    old.log.put(incarnation_path(1, 3), record)
+    assert island.check_incarnation()
+    island.log.put(incarnation_path(1, 4), record)
+    with pytest.raises(DuplicateIslandError, match="has taken over as island 1"):
+        island.check_incarnation()
 
 
 # Encrypted records
