@@ -51,6 +51,21 @@ class Entry:
     modified: datetime
 
 
+@dataclass(frozen=True)
+class Opened:
+    """An object that somebody reads: size and time as in `Entry`; `read` returns so many bytes from one on."""
+
+    size: int
+    modified: datetime
+    read: Callable[[int, int], bytes]
+
+    def pieces(self, start: int, end: int, most: int = 1 << 26) -> Iterator[bytes]:
+        """Its bytes [start, end), at most so many at a time, as far as they are there."""
+        while start < end and (piece := self.read(start, min(end - start, most))):
+            yield piece
+            start += len(piece)
+
+
 class Folder:
     """Reads and writes files below a folder, by relative paths without `.` and `..`. Threads may share one.
 
@@ -77,15 +92,14 @@ class Folder:
             OverflowError: it has more than `limit` bytes; its only argument says how many.
         """
         with self.opened(path) as file:
-            size = os.fstat(file).st_size
-            if size > limit:
-                raise OverflowError(size)
-            return b"".join(_pieces(file, 0, size))
+            if file.size > limit:
+                raise OverflowError(file.size)
+            return b"".join(file.pieces(0, file.size))
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         """The bytes [start, end) of a file, fewer where it ends before; raises as `read`."""
         with self.opened(path) as file:
-            return b"".join(_pieces(file, start, end - start))
+            return b"".join(file.pieces(start, end))
 
     def find(self, prefix: str = "") -> list[Entry]:
         """All files below a folder, but unfinished ones."""
@@ -259,15 +273,16 @@ class Folder:
     # Opening
 
     @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[int]:
-        """A file, by its descriptor: what is written in its place meanwhile is another one. Raises as `read`."""
+    def opened(self, path: str) -> Iterator[Opened]:
+        """A file: what is written in its place meanwhile is another one. Raises as `read`."""
         parent, _, name = path.rpartition("/")
         with self._within(parent) as folder, _no_file_is_told(path):
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
                 raise NoFileError(errno.EINVAL, "is no file", path)
-            yield file
+            yield Opened(found.st_size, _time(found), lambda start, length: os.pread(file, length, start))
         finally:
             os.close(file)
 
@@ -375,13 +390,6 @@ def _write_all(file: int, piece: bytes | memoryview[Any]) -> None:
     view = memoryview(piece)
     while view:
         view = view[os.write(file, view) :]
-
-
-def _pieces(file: int, start: int, length: int) -> Iterator[bytes]:
-    while length > 0 and (piece := os.pread(file, min(length, 1 << 26), start)):
-        yield piece
-        start += len(piece)
-        length -= len(piece)
 
 
 def _time(found: os.stat_result) -> datetime:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from hf_diloco.store.folder import Entry
+from hf_diloco.store.folder import Entry, Opened
 
 MAX_BYTES = 256 << 20
 """Of all objects together, whoever writes them."""
@@ -34,13 +33,10 @@ class MemoryFolder:
         return data
 
     @contextmanager
-    def opened(self, path: str) -> Iterator[int]:
+    def opened(self, path: str) -> Iterator[Opened]:
         """See `Folder.opened`."""
         data = self._get(path)
-        with tempfile.TemporaryFile() as file:
-            file.write(data)
-            file.flush()
-            yield file.fileno()
+        yield Opened(len(data), self._objects[path][1], lambda start, length: data[start : start + length])
 
     def find(self, prefix: str = "") -> list[Entry]:
         """See `Folder.find`."""

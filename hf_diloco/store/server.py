@@ -16,7 +16,6 @@ import asyncio
 import errno
 import fcntl
 import html
-import os
 import re
 import shutil
 import uuid
@@ -117,17 +116,16 @@ class StoreServer:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         path = _path_of(request)
         with self._folder.opened(path) as file:
-            found = os.fstat(file)
-            start, end = _range_of(request, found.st_size)
+            start, end = _range_of(request, file.size)
             answer = web.StreamResponse(status=206 if "Range" in request.headers else 200)
             answer.content_length = end - start
-            answer.last_modified = found.st_mtime
-            answer.etag = f"{found.st_mtime_ns}-{found.st_size}"
+            answer.last_modified = file.modified
+            answer.etag = f"{file.modified.timestamp()}-{file.size}"
             if answer.status == 206:
-                answer.headers["Content-Range"] = f"bytes {start}-{end - 1}/{found.st_size}"
+                answer.headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
             await answer.prepare(request)
             while start < end and request.method != "HEAD":
-                piece = await self._do(os.pread, file, min(end - start, _PIECE_BYTES), start)
+                piece = await self._do(file.read, start, min(end - start, _PIECE_BYTES))
                 if not piece and request.transport:  # somebody who has the folder mounted has cut the file short
                     request.transport.abort()
                     return answer
@@ -152,7 +150,7 @@ class StoreServer:
     async def _copy(self, request: web.Request, source: str, path: str) -> web.StreamResponse:
         def copy() -> None:
             with self._folder.opened(source) as file:
-                self._folder.assemble(path, iter(lambda: os.read(file, _PIECE_BYTES), b""))
+                self._folder.assemble(path, file.pieces(0, file.size, _PIECE_BYTES))
 
         return await self._tell_when_done(request, asyncio.create_task(self._do(copy)), "CopyObjectResult")
 

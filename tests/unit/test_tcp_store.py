@@ -6,14 +6,17 @@ import base64
 import gc
 import itertools
 import logging
+import socket
 import threading
 import time
 import tracemalloc
+from contextlib import ExitStack
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import DistStoreError, PrefixStore
 
@@ -29,7 +32,8 @@ from hf_diloco.store.rendezvous import StoreHost, url_of
 from hf_diloco.store.signing import MEETING
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.transfers import LossNotes
-from tests.clocks import AT_ONCE
+from hf_diloco.utils.urls import split_tcp_url
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands
 from tests.tcp_stores import Port
 
@@ -298,6 +302,20 @@ def test_what_it_keeps_is_limited(port: Port, monkeypatch: pytest.MonkeyPatch) -
         bare.put("more", bytes(5_000))
     bare.delete([path for path, _ in bare.list("empty")])
     bare.put("more", bytes(5_000))
+
+
+def test_who_asks_for_an_object_and_does_not_take_it_costs_no_copy_of_it(port: Port) -> None:
+    keeper, bare = enter(port, 0), ObjectStore(url_of(port.url))
+    bare.put("large", bytes(4 << 20))
+    before = psutil.Process().num_fds()
+    with ExitStack() as strangers:
+        for _ in range(10):
+            stranger = strangers.enter_context(socket.create_connection(split_tcp_url(port.url), LONG))
+            stranger.sendall(b"GET /runs/run/large HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert stranger.recv(8) == b"HTTP/1.1"
+        assert psutil.Process().num_fds() < before + 25, "sockets alone"
+    assert bare.get_range("large", 4_000_000, 4_000_010) == bytes(10)
+    assert keeper.find("none") is None, "it goes on"
 
 
 @pytest.mark.parametrize("kind", [DiLoCoConfig, GossipConfig])
