@@ -39,6 +39,7 @@ from hf_diloco.store.log import Record
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MAX_RECORD_BYTES, RUN_PATH, is_wrapped
 from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.urls import is_object_path
 
 R = TypeVar("R", bound=Record)
 
@@ -310,6 +311,8 @@ class _Check:
 
     def _is_under_way(self, path: str) -> bool:
         """Whether an object came, or was no longer needed, while the others were looked at."""
+        if not is_object_path(path):
+            return False
         if path in {name for name, _ in self._store.list(path.rpartition("/")[0])}:
             return True
         newest = max((round_of(name) for name, _ in self._store.list("snapshots")), default=-1)
