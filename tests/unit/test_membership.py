@@ -298,10 +298,14 @@ def test_a_plan_that_is_damaged_as_it_is_written_costs_an_attempt(
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "reason"), [({"norm": None}, "not finite"), ({"weight": 0.0}, "no examples behind it")]
+    ("spoilt", "reason", "remedy"),
+    [
+        ({"norm": None}, "not finite", "lower the inner"),
+        ({"weight": 0.0}, "no examples behind it", "set weight_by to uniform"),
+    ],
 )
 def test_what_no_average_can_be_made_of_is_left_out(
-    log: RunLog, process: Process, spoilt: dict[str, Any], reason: str
+    log: RunLog, process: Process, spoilt: dict[str, Any], reason: str, remedy: str
 ) -> None:
     first, second = process(0), process(1)
     quorums = [Quorum(log, members, Rules(min_islands=2), clock=StillClock()) for members in (first, second)]
@@ -310,7 +314,7 @@ def test_what_no_average_can_be_made_of_is_left_out(
     assert plan is not None
     assert (plan.islands, plan.left_out) == (frozenset({0}), {"1": reason})
     quorums[1].offer(Attempt(2, 0), offer_of(1, **spoilt))
-    with pytest.raises(ExchangeError, match=rf"round 2: no island .* counts .*'1': '{reason}'.*lower the inner"):
+    with pytest.raises(ExchangeError, match=rf"round 2: no island .* counts .*'1': '{reason}'.*{remedy}"):
         quorums[0].convene(Attempt(2, 0), offer_of(0, **spoilt))
 
 
