@@ -24,7 +24,7 @@ from hf_diloco.utils.own_files import identify
 
 logger = logging.getLogger("hf_diloco")
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Raised when what islands tell each other changes its form or meaning."""
 
 _AGREED_SETTINGS = (

@@ -38,6 +38,7 @@ class OfferRecord(Record):
         links: names the direct connections that this island holds.
         rates: the inner learning rate of each parameter group at its last step, where the method wants them.
         heartbeat: count of the island's last heartbeat before it: a later one says whether the island still waits.
+        is_last: the island has taken all its steps and, where it anticipates rounds, brings its parameters as well.
     """
 
     island: Number
@@ -51,6 +52,7 @@ class OfferRecord(Record):
     links: str = ""
     rates: list[Rate] = Field(default_factory=list)
     heartbeat: Number = 0
+    is_last: bool = False
 
 
 class Participant(Record):

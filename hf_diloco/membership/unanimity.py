@@ -56,6 +56,11 @@ MAX_TRIES = 3
 KEPT_ATTEMPTS = 64
 """Of which plans and outcomes stay in the store, which is in island 0's memory."""
 
+_HAS_TAKEN_ALL = (
+    "having taken all its steps, and others have more to take: give all islands the same number of steps (max_steps, "
+    "or as many turns of the loop)"
+)
+
 R = TypeVar("R", OfferRecord, VoteRecord)
 
 
@@ -127,7 +132,7 @@ class Unanimity:
         """Offers, and waits for the offers of all islands; returns the attempt with its plan.
 
         Raises:
-            IslandLostError: an island did not come in time, is gone, or has left the run.
+            IslandLostError: an island did not come in time, is gone, has left the run, or ends before others do.
             StopRequested: this island was asked to stop before it knew that all had come.
             DivergedError: the islands start the round from different outer parameters.
             ExchangeError: no island has a pseudo-gradient that counts.
@@ -154,6 +159,13 @@ class Unanimity:
         )
 
     def _plan(self, attempt: Attempt, offers: Mapping[int, OfferRecord]) -> PlanRecord:
+        ended = [island for island, offer in sorted(offers.items()) if offer.is_last]
+        if 0 < len(ended) < len(offers):  # the others would not average what these bring beside
+            raise IslandLostError(
+                f"{name_all(ended)} ended with round {attempt.round}, {_HAS_TAKEN_ALL}; start all islands again: "
+                f"{RESUMES}",
+                ended,
+            )
         if len({offer.state for offer in offers.values()}) > 1:
             states = ", ".join(f"island {island}: {offer.state[:12]}" for island, offer in sorted(offers.items()))
             raise DivergedError(
@@ -217,8 +229,7 @@ class Unanimity:
             finished: it has done all that it was to do.
         """
         reason = (
-            f"ended after round {round_number - 1}, having taken all its steps, and others have more to take: give "
-            "all islands the same number of steps (max_steps, or as many turns of the loop)"
+            f"ended after round {round_number - 1}, {_HAS_TAKEN_ALL}"
             if finished
             else f"left the run before round {round_number}: it was asked to stop, or lost another island"
         )

@@ -133,6 +133,7 @@ class Contribution:
             norm=self.norm if self.is_finite else None,
             state=state,
             rates=list(self.rates),
+            is_last=bool(self.further_vectors),
         )
 
     def give_back(self) -> None:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
-from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, UnsupportedError
+from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError, UnsupportedError
 from hf_diloco.trainer.refusals import REFUSALS
 from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model
@@ -329,6 +329,21 @@ def test_loops_of_unequal_lengths_are_refused_when_they_meet(tmp_path: Path, fre
     for outcome in try_islands(2, island_main):
         assert isinstance(outcome, FingerprintError)
         assert "max_steps differs (island 0: 8, island 1: 12)" in str(outcome)
+
+
+def test_eager_loops_of_unequal_lengths_end_with_the_first(tmp_path: Path, free_port: int) -> None:
+    def island_main(island: int) -> None:
+        rendezvous = f"tcp://127.0.0.1:{free_port}"
+        config = DiLoCoConfig(method="eager", sync_every=2, island=island, num_islands=2, rendezvous=rendezvous)
+        loops[island].config = config.model_copy(update={"exchange_timeout": 20.0})
+        with loops[island] as outer:
+            for _ in range(4 if island == 0 else 8):
+                outer.step()
+
+    loops = [make_loop(output_dir=tmp_path / str(island)) for island in range(2)]
+    for outcome in try_islands(2, island_main):
+        assert isinstance(outcome, IslandLostError)
+        assert "island 0 ended with round 3, having taken all its steps, and others have more" in str(outcome)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
