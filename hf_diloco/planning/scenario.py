@@ -129,7 +129,7 @@ def _measured_step(folder: Path) -> float | None:
 
 def _zero(run: RunFile) -> tuple[int | None, tuple[bool, bool]]:
     """ZeRO's stage, and whether it offloads optimizer and parameters."""
-    from hf_diloco.apps.common.arguments import deepspeed_config
+    from hf_diloco.apps.common.deepspeed import deepspeed_config
 
     config = deepspeed_config(run)
     if config is None:

@@ -54,6 +54,7 @@ WRONG_FOR_THE_ISLAND = {
     "training.learning_rate=fifty": ["training.learning_rate", "'fifty'"],
     "training.learning_rte=0.1": ["training.learning_rte", "learning_rate"],
     "training.output_dir=elsewhere": ["output_dir"],
+    "deepspeed.zero_optimization.stage=7 tokenizer.path=a/b": ["deepspeed: zero_optimization.stage: ", "got 7"],
     "data.files=[no-such-*.json.gz]": ["no-such-*.json.gz"],
     "tokenizer.train=null tokenizer.path=no-such-tokenizer": ["no-such-tokenizer"],
 }

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hf_diloco
 from hf_diloco import DiLoCoConfig, MuonAdamW
-from hf_diloco.apps.common.arguments import deepspeed_config
+from hf_diloco.apps.common.deepspeed import deepspeed_config
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.inner import open_shards

@@ -21,7 +21,16 @@ VISION = ROOT / "configs" / "vision" / "quickstart.yaml"
 WRONG = {
     "training.max_step=3": "unknown setting training.max_step=3 .did you mean max_steps",
     "training.learning_rate=1e-3x": "training.learning_rate: input should be a valid number, got '1e-3x'",
-    "training.lr_scheduler_type=cosin": "cosin is not a valid SchedulerType",
+    "training.lr_scheduler_type=cosin": "training.lr_scheduler_type: 'cosin' is not one of linear, .* mean cosine",
+    "training.eval_strategy=none": "training.eval_strategy: 'none' is not one of no, steps, epoch",
+    "training.optim=adam": "training.optim: 'adam' is not one of adamw_torch, ",
+    "training.gradient_checkpointing_kwargs='{'": "training.gradient_checkpointing_kwargs: expected a block of `key",
+    "training.torch_compile_mode=fast": "training.torch_compile_mode: 'fast' is not one of default, ",
+    "training.torch_compile_backend=''": "training.torch_compile_backend: '' is not a valid DynamoBackend",
+    "training.metric_for_best_model=''": "training.metric_for_best_model: no evaluation has ''; set it to one of loss",
+    "training.eval_use_gather_object=true": "training.eval_use_gather_object cannot be set here: evaluations gather",
+    "training.ddp_bucket_cap_mb=0": "training.ddp_bucket_cap_mb: input should be greater than 0, got 0",
+    "training.log_level_replica=loud": "training.log_level_replica: 'loud' is not one of passive, ",
     "training.lr_scheduler_kwargs={a: 1}": "lr_scheduler_type=cosine, lr_scheduler_kwargs={'a': 1}: .*argument 'a'",
     "training.lr_scheduler_kwargs=x": "training.lr_scheduler_kwargs: expected a block of `key: value` lines, got 'x'",
     "training.optim_args=x": "training.optim=adamw_torch.*, optim_args='x': not enough values",
@@ -41,8 +50,28 @@ WRONG = {
     "training.report_to=[tensorbord]": "'tensorbord' is not to be had here .did you mean tensorboard",
     "deepspeed={zero_optimization: {stage: 7}}": "deepspeed: zero_optimization.stage: .*, got 7",
     "deepspeed={zero_optimization: {stge: 2}}": "deepspeed: zero_optimization.stge: extra inputs are not permitted",
-    "deepspeed={optimizer: {type: AdmW}}": "deepspeed: optimizer.type: 'AdmW' is none .did you mean adam.*torch.op",
-    "deepspeed={scheduler: {type: WarmupLr}}": "scheduler.type: 'WarmupLr' is none .did you mean WarmupLR",
+    "deepspeed={optimizer: {type: AdmW}, zero_optimization: {}}": (
+        "deepspeed: optimizer.type: 'AdmW' is none .did you mean adam.*torch.op"
+    ),
+    "deepspeed={scheduler: {type: WarmupLr}, zero_optimization: {}}": (
+        "scheduler.type: 'WarmupLr' is none .did you mean WarmupLR"
+    ),
+    "deepspeed={optimizer: {params: 3}}": "deepspeed: optimizer.params must be a block of `key: value` lines, got 3",
+    "deepspeed={}": "deepspeed: it has no block zero_optimization: give it one",
+    "deepspeed={zero_optimization: {}, train_micro_batch_size_per_gpu: 3}": (
+        "deepspeed: it contradicts the block training: ds train_micro_batch_size_per_gpu=3 vs .*=4; set .* to .auto."
+    ),
+    "deepspeed={zero_optimization: {}, scheduler: {type: WarmupDecayLR, params: {total_num_steps: 7}}}": (
+        "deepspeed: it contradicts the block training: ds scheduler.params.total_num_steps=7 vs hf max_steps=1200"
+    ),
+    "deepspeed={zero_optimization: {overlap_comm: auto}}": (
+        "deepspeed: zero_optimization.overlap_comm: nothing takes the place of .auto.; give"
+    ),
+    "deepspeed={zero_optimization: {}, optimizer: {params: {lr: auto}}}": "deepspeed: optimizer.type is missing: give",
+    "deepspeed={zero_optimization: {offload_optimizer: true}}": (
+        "deepspeed: zero_optimization.offload_optimizer must be a block of `key: value` lines, got True"
+    ),
+    "deepspeed={zero_optimization: {}, gradient_clipping: {}}": "deepspeed: .*gradient_clipping={}",
     "deepspeed={zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: /tmp}}}": (
         "deepspeed: zero_optimization.offload_param.device='nvme' cannot be used: .* set it to cpu"
     ),
@@ -110,6 +139,11 @@ def test_a_check_joins_no_other_launchers_world(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("hf_diloco.cli.run.check_all", lambda *_: None)
     assert dry_run(QUICKSTART, f"output={tmp_path}") == 0
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & os.environ.keys()
+
+
+def test_settings_of_the_process_group_and_of_no_trackers_pass(tmp_path: Path) -> None:
+    settings = ("training.ddp_backend=gloo", "training.report_to=null")
+    assert dry_run(QUICKSTART, f"output={tmp_path}", *settings) == 0
 
 
 def test_replicas_of_shards_pass(tmp_path: Path) -> None:

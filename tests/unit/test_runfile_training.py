@@ -14,9 +14,9 @@ from hf_diloco.apps.common.arguments import (
     DECIDED_ELSEWHERE,
     check_names,
     check_training,
-    deepspeed_config,
     training_arguments,
 )
+from hf_diloco.apps.common.deepspeed import deepspeed_config
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError
 from tests.processes import ROOT
@@ -87,9 +87,15 @@ def test_arguments_of_an_island(tmp_path: Path) -> None:
     assert (args.seed, args.use_cpu, args.deepspeed, args.num_train_epochs) == (7, True, None, 3.0)
 
 
+def test_an_island_refuses_a_tracker_that_is_not_installed(tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path}", "deepspeed=null", "training.report_to=[mlflow]"]
+    with pytest.raises(ConfigError, match=r"training\.report_to: 'mlflow' is not to be had here: install its package"):
+        training_arguments(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides))
+
+
 def test_what_transformers_refuses_becomes_a_config_error(tmp_path: Path) -> None:
-    overrides = [f"output={tmp_path}", "deepspeed=null", "training.lr_scheduler_type=cosin"]
-    with pytest.raises(ConfigError, match="training: cosin is not a valid SchedulerType"):
+    overrides = [f"output={tmp_path}", "deepspeed=null", "training.logging_steps=1.5"]
+    with pytest.raises(ConfigError, match="training: --logging_steps must be an integer"):
         training_arguments(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides))
 
 
@@ -103,7 +109,8 @@ def test_zero_3_is_told_to_save_whole_models(tmp_path: Path) -> None:
 
 def test_what_deepspeeds_configuration_leaves_out_comes_from_training(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
-        "training: {max_steps: 1}\ndeepspeed: {gradient_clipping: 0.5, zero_optimization: {stage: 1}}\n"
+        "training: {max_steps: 1}\n"
+        "deepspeed: {gradient_clipping: 0.5, gradient_accumulation_steps: null, zero_optimization: {stage: 1}}\n"
     )
     assert deepspeed_config(load_run_file(tmp_path / "run.yaml")) == {
         "train_micro_batch_size_per_gpu": "auto",

@@ -9,15 +9,15 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from hf_diloco.apps.common.base import OFFLOAD_ON_CPU, BaseRun
+from hf_diloco.apps.common.deepspeed import check_deepspeed, deepspeed_config
 from hf_diloco.apps.common.environment import ENV_LAUNCHED
 from hf_diloco.errors import ConfigError
-from hf_diloco.trainer.refusals import refuse_nvme
 from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ DECIDED_ELSEWHERE = {
     "do_predict": "a run trains, then evaluates",
     "remove_unused_columns": "the data has no others than the model takes",
     "label_names": "the data has one, labels",
+    "eval_use_gather_object": "evaluations gather the loss, a tensor",
     "train_sampling_strategy": "all sequences are equally long",
 }
 """Settings of the Trainer that a run file decides in another place, by name, with that place."""
@@ -56,10 +57,10 @@ _NOT_NEGATIVE = (
 _RANGES: dict[str, Any] = {
     **dict.fromkeys(_POSITIVE, Field(gt=0, lt=_TOO_LARGE)),
     **dict.fromkeys(_NOT_NEGATIVE, Field(ge=0, lt=_TOO_LARGE)),
+    "ddp_bucket_cap_mb": Field(gt=0, lt=2**40),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Field(ge=0, lt=1)),
 }
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-_OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # what some optimizers are made of
 
 
@@ -80,7 +81,7 @@ def check_names(training: dict[str, Any]) -> None:
 
 
 def check_training(training: dict[str, Any]) -> None:
-    """Checks names, types and ranges of a `training:` block.
+    """Checks names, types and ranges of a `training:` block, and that its trackers are installed.
 
     Raises:
         ConfigError: naming every problem.
@@ -90,6 +91,7 @@ def check_training(training: dict[str, Any]) -> None:
     types = get_type_hints(TrainingArguments)
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     problems = [problem for key, value in training.items() if (problem := _problem(key, value, known, types))]
+    problems += _problems_of_trackers(training.get("report_to"))
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -109,7 +111,7 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
         "disable_tqdm": bool(os.environ.get(ENV_LAUNCHED)) or None,
         "dataloader_pin_memory": not use_cpu,
         "run_name": f"{run.name}-island-{run.meeting.island}",
-        **run.training,
+        **{name: value for name, value in run.training.items() if (name, value) != ("report_to", None)},
         "output_dir": str(run.island_folder()),
         "seed": run.seed,
         "use_cpu": use_cpu,
@@ -121,11 +123,10 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
     settings = {key: float(value) if kinds[key] is float else value for key, value in settings.items()}
     with _refusing("training"):
         args = TrainingArguments(**settings)
-    if mismatches := getattr(getattr(args, "hf_deepspeed_config", None), "mismatches", None):
-        found = "; ".join(line.removeprefix("- ") for line in mismatches)
-        raise ConfigError(f'deepspeed: it contradicts the block training: {found}; set these to "auto" in it')
+    if (deepspeed := getattr(args, "hf_deepspeed_config", None)) is not None:
+        check_deepspeed(deepspeed, args)
     _try_settings(args)
-    metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    metric = "loss" if args.metric_for_best_model is None else args.metric_for_best_model.removeprefix("eval_")
     if metric not in run.metrics:
         known = ", ".join(run.metrics)
         raise ConfigError(f"training.metric_for_best_model: no evaluation has {metric!r}; set it to one of {known}")
@@ -152,13 +153,17 @@ def _try_settings(args: TrainingArguments) -> None:
     from transformers.training_args import OptimizerNames
     from transformers.utils import is_liger_kernel_available, logging
 
-    for level in (args.log_level, args.log_level_replica):
-        if level not in ("passive", *logging.log_levels):
-            raise ConfigError(f"training.log_level: {level!r} is not one of passive, {', '.join(logging.log_levels)}")
+    for name in ("log_level", "log_level_replica"):
+        if (level := getattr(args, name)) not in ("passive", *logging.log_levels):
+            raise ConfigError(f"training.{name}: {level!r} is not one of passive, {', '.join(logging.log_levels)}")
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ConfigError("training.use_liger_kernel needs liger-kernel: pip install liger-kernel, or set it to false")
-    with _refusing("training.torch_compile_backend"):
-        DynamoBackend((args.torch_compile_backend or "inductor").upper())
+    if args.torch_compile_backend is not None:
+        with _refusing("training.torch_compile_backend"):
+            DynamoBackend(args.torch_compile_backend.upper())
+    modes = torch._inductor.list_mode_options() if args.torch_compile_mode is not None else {}
+    if args.torch_compile_mode not in (None, *modes):
+        raise ConfigError(f"training.torch_compile_mode: {args.torch_compile_mode!r} is not one of {', '.join(modes)}")
     nothing: Any = torch.nn.ParameterList([torch.zeros(1)])
     optimizer: torch.optim.Optimizer = torch.optim.SGD(nothing.parameters(), lr=args.learning_rate)
     if not args.optim_target_modules:
@@ -197,45 +202,6 @@ def uses_cpu(run: BaseRun) -> bool:
     import torch
 
     return not torch.cuda.is_available() if run.launch.use_cpu is None else run.launch.use_cpu
-
-
-def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
-    """The DeepSpeed configuration, read; under ZeRO-3 with what saving a whole model and Muon need.
-
-    Batch size, accumulation and clipping that it leaves out are those of `training`.
-
-    Raises:
-        ConfigError: it has another value where a block belongs; or offloads to NVMe; or Muon is to scatter gradients
-            under ZeRO-3, which it needs whole.
-    """
-    if run.deepspeed is None:
-        return None
-    config: dict[str, Any] = (
-        json.loads(Path(run.deepspeed).read_text(encoding="utf-8"))
-        if isinstance(run.deepspeed, str)
-        else run.deepspeed
-    )
-    for name in ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler"):
-        if not isinstance(config.get(name, {}), dict):
-            raise ConfigError(f"deepspeed: {name} must be a block of `key: value` lines, got {config[name]!r}")
-    refuse_nvme(config, run.meeting.enabled)
-    zero, optimizer = config.get("zero_optimization", {}), config.get("optimizer", {})
-    is_muon = str(optimizer.get("type")).lower() == "muon"
-    if zero.get("stage") == 3:
-        zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
-        if is_muon:
-            zero = {"reduce_scatter": False, **zero}
-            if zero["reduce_scatter"]:
-                raise ConfigError(
-                    "deepspeed: Muon under ZeRO-3 needs whole gradients: set zero_optimization.reduce_scatter to "
-                    "false, or leave it out"
-                )
-        config = {**config, "zero_optimization": zero}
-    from_training = dict.fromkeys(_OF_TRAINING, "auto")  # transformers fills it in, into a copy
-    if is_muon:  # DeepSpeed would clip what Muon has made of the gradients
-        del from_training["gradient_clipping"]
-    copy: dict[str, Any] = json.loads(json.dumps({**from_training, **config}))
-    return copy
 
 
 def _fsdp_arguments(run: BaseRun) -> dict[str, Any]:
@@ -281,8 +247,11 @@ def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> st
         return f"{name} cannot be set here: {DECIDED_ELSEWHERE[key]}"
     if key not in known:
         return f"unknown setting {name}={value!r}{nearest(key, sorted(known))}"
-    if key.endswith("_kwargs") and isinstance(value, str) and not value.startswith("{"):
+    if key.endswith("_kwargs") and isinstance(value, str) and not _is_json_object(value):
         return f"{name}: expected a block of `key: value` lines, got {value!r}"
+    names = [str(one.value) for kind in get_args(types[key]) if _is_enum(kind) for one in kind]
+    if names and isinstance(value, str) and value not in names:
+        return f"{name}: {value!r} is not one of {', '.join(names)}{nearest(value, names)}"
     kind: Any = Annotated[types[key], _RANGES[key]] if key in _RANGES else types[key]
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=_CONFIG)
     try:
@@ -291,3 +260,27 @@ def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> st
         reasons = dict.fromkeys(problem["msg"][0].lower() + problem["msg"][1:] for problem in error.errors())
         return f"{name}: {' or '.join(reasons)}, got {value!r}"
     return None
+
+
+def _problems_of_trackers(report_to: Any) -> Iterator[str]:
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    names = [report_to] if isinstance(report_to, str) else report_to if isinstance(report_to, list) else []
+    for name in map(str, names):
+        if name not in ("none", "all", *get_available_reporting_integrations()):
+            known = sorted(INTEGRATION_TO_CALLBACK)
+            hint = f"{nearest(name, known)}: known: {', '.join(known)}"
+            hint = ": install its package, or leave it out" if name in known else hint
+            yield f"training.report_to: {name!r} is not to be had here{hint}"
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
