@@ -98,10 +98,10 @@ def describe_problem(problem: Any, model: type[BaseModel], prefix: str = "") -> 
     name = prefix + ".".join(str(part) for part in problem["loc"])
     shown = redact(problem["input"], name)
     if problem["type"] == "extra_forbidden":
-        hint = _suggestion(str(problem["loc"][-1]), _block_at(model, problem["loc"]))
+        hint = _suggestion(str(problem["loc"][-1]), block_at(model, problem["loc"]))
         return f"unknown setting {name}={shown!r}{hint}"
     if problem["type"] in ("model_type", "dict_type"):
-        block = _block_at(model, (*problem["loc"], None))
+        block = block_at(model, (*problem["loc"], None))
         known = f" ({', '.join(sorted(block.model_fields))})" if block else ""
         remedy = "; give it some, or leave it out" if shown is None else ""
         return f"{name}: expected a block of `key: value` lines{known}, got {shown!r}{remedy}"
@@ -119,10 +119,10 @@ def describe_problem(problem: Any, model: type[BaseModel], prefix: str = "") -> 
 def _origin(name: str, value: Any) -> str:
     """Where a value came from that nobody passed."""
     variable = _ENVIRONMENT.get(name.rpartition(".")[2])
-    return f" (from {variable})" if variable and os.environ.get(variable) == value else ""
+    return f" (from {variable})" if variable and value and os.environ.get(variable) == value else ""
 
 
-def _block_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel] | None:
+def block_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel] | None:
     """The (nested) block that an unknown key was found in; None if its keys are not known."""
     block: type[BaseModel] | None = model
     for part in location[:-1]:

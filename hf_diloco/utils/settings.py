@@ -43,15 +43,15 @@ def _is_boolean_for_number(value: Any, annotation: Any) -> bool:
     """Whether a value, or an item of it, is true or false where its type allows numbers and no booleans."""
     if isinstance(value, list | tuple):
         return any(_is_boolean_for_number(item, kind) for item in value for kind in get_args(annotation))
-    kinds = _alternatives(annotation)
+    kinds = alternatives(annotation)
     return isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds)
 
 
-def _alternatives(annotation: Any) -> list[Any]:
+def alternatives(annotation: Any) -> list[Any]:
     """The types of a union, without what `Annotated` adds to them."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _alternatives(arguments[0])
+        return alternatives(arguments[0])
     if origin in (Union, UnionType):
-        return [kind for argument in arguments for kind in _alternatives(argument)]
+        return [kind for argument in arguments for kind in alternatives(argument)]
     return [annotation]

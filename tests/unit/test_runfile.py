@@ -221,6 +221,41 @@ def test_wrong(text: str, overrides: list[str], message: str, tmp_path: Path) ->
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "setting", "value"),
+    [
+        (["diloco.outer_momentum=null"], ("diloco", "outer_momentum"), 0.9),
+        (["diloco.method=local-sgd", "diloco.outer_momentum=null"], ("diloco", "outer_momentum"), 0.0),
+        (["diloco.outer_momentum=null", "diloco.outer_momentum=0.3"], ("diloco", "outer_momentum"), 0.3),
+        (["diloco.outlier_factor=null"], ("diloco", "outlier_factor"), None),
+        (["diloco.options=null"], ("diloco", "options"), {}),
+        (["name=null"], ("name",), "run"),
+        (["training.learning_rate=null"], ("training",), {"max_steps": 10, "data_seed": 3}),
+        (["training.data_seed=null"], ("training",), {"max_steps": 10, "learning_rate": 1, "data_seed": None}),
+    ],
+)
+def test_null_leaves_out_what_the_file_says_where_it_is_no_value(
+    overrides: list[str], setting: tuple[str, ...], value: object, tmp_path: Path
+) -> None:
+    run: object = load(
+        tmp_path,
+        """
+        name: own
+        training: {max_steps: 10, learning_rate: 1, data_seed: 3}
+        diloco: {outer_momentum: 0.5, outlier_factor: 3}
+        """,
+        *overrides,
+    )
+    for name in setting:
+        run = getattr(run, name)
+    assert run == value
+
+
+def test_a_null_does_not_come_from_a_variable_that_is_not_set(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"diloco\.num_islands: input should be a valid integer, got None$"):
+        load(tmp_path, f"{MINIMAL}\ndiloco: {{num_islands: null}}")
+
+
 def test_a_wrong_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_ISLAND, "first")
     with pytest.raises(ConfigError, match=f"environment variable {ENV_ISLAND}: diloco.island: .*'first'"):

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -239,6 +240,14 @@ def is_training_argument(key: str) -> bool:
     from transformers import TrainingArguments
 
     return key in {field.name for field in dataclasses.fields(TrainingArguments)} - DECIDED_ELSEWHERE.keys()
+
+
+def training_takes_null(key: str) -> bool:
+    """Whether null is a value of a setting in the block `training`; also of one that is not known."""
+    from transformers import TrainingArguments
+
+    kind = get_type_hints(TrainingArguments).get(key)
+    return kind is None or type(None) in get_args(kind)
 
 
 def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> str | None:

@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hf_diloco.apps.common.arguments import is_training_argument
+from hf_diloco.apps.common.arguments import is_training_argument, training_takes_null
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.paths import resolve_paths
+from hf_diloco.apps.common.paths import get_at, resolve_paths
 from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.apps.common.yaml_file import KeyPath, nearest_line, parse_override, read_yaml, set_at
-from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, describe_problem
+from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, block_at, describe_problem
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.redact import redact
+from hf_diloco.utils.settings import alternatives
 
 R = TypeVar("R", bound=BaseRun)
 
@@ -40,7 +41,8 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
         kind: of which task.
         path: the YAML file; or the name of one that comes with the package; or the `run.json` of an earlier run. Files
             named in it are looked for beside it, then in the working directory.
-        overrides: `key.sub=value` items from the command line, with YAML values; later ones win.
+        overrides: `key.sub=value` items from the command line, with YAML values; later ones win. Null leaves out what
+            the file says, where a setting cannot be null.
 
     Raises:
         ConfigError: naming each problem, its value and where it stands.
@@ -55,7 +57,6 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
     origins: dict[KeyPath, str] = {key: f"{path}, line {line}: " for key, line in lines.items()}
     if path.name == "run.json":
         values.pop("versions", None)  # which a run has recorded beside its settings
-    values.setdefault("name", path.stem)
     if not isinstance(meeting := values.get(kind.meeting_name), dict | None):  # which others add to, below
         place = origins[kind.meeting_name,]
         raise ConfigError(f"{place}{kind.meeting_name}: expected a block of `key: value` lines, got {meeting!r}")
@@ -68,8 +69,13 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
     for item in overrides:
         key_path, value = parse_override(item)
         set_at(values, key_path, value)
+        if value is None and not _takes_null(kind, key_path):
+            del get_at(values, key_path[:-1])[key_path[-1]]
+            origins.pop(key_path, None)
+            continue
         origins[key_path] = _COMMAND_LINE
         _drop_alternatives(kind, values, key_path, origins)
+    values.setdefault("name", path.stem)
     resolve_paths(values, kind.files, (Path(), path.parent), origins)
     try:
         return kind.model_validate(values)
@@ -87,6 +93,15 @@ def _drop_alternatives(
     for other in group:
         if other != given[1] and origins.get((given[0], other)) != _COMMAND_LINE:
             values[given[0]].pop(other, None)
+
+
+def _takes_null(kind: type[BaseRun], path: KeyPath) -> bool:
+    """Whether a setting may be null; also one that is not known, or that others check."""
+    if path[0] == "training" and len(path) == 2:
+        return training_takes_null(path[1])
+    block = block_at(kind, path)
+    field = block.model_fields.get(path[-1]) if block else None
+    return field is None or type(None) in alternatives(field.annotation)
 
 
 def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath, str], file: str) -> str:
