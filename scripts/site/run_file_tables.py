@@ -145,7 +145,7 @@ _REQUIRED = object()
 def _defaults(kind: type[BaseRun], block: str) -> dict[str, Any]:
     """What the settings of a block are where nothing is given; of blocks that are not there by default, nothing."""
     if block == "model":
-        return dict.fromkeys(blocks(kind)["model"], None) if kind is RunFile else {}
+        return {}  # each by itself: what `model` is by default is told where it stands
     if block == "tokenizer.train":
         return TrainTokenizer().model_dump()
     if block == "tokenizer":

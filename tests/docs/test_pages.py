@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from hf_diloco import errors
 from hf_diloco.apps.common.yaml_file import read_yaml
-from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.lm.runfile import ModelBlock, RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config.base import ENV_FOLDER, ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -105,6 +105,13 @@ RUN_FILE_PAGES = pytest.mark.parametrize("page", list(run_file_tables.PAGES), id
 
 
 @pytest.mark.skipif(Version(pydantic.VERSION) < Version("2.11"), reason="pydantic writes 0.0 where later ones write 0")
+def test_tables_show_the_default_of_each_setting_of_the_model() -> None:
+    text = (ROOT / "docs" / "run-file.md").read_text()
+    for name, field in ModelBlock.model_fields.items():
+        default = "null" if field.default is None else f"`{field.default}`"
+        assert re.search(rf"^\| `{name}` \| [^|]+ \| {default} \|", text, re.MULTILINE)
+
+
 @RUN_FILE_PAGES
 def test_run_file_tables_are_the_schema(page: Path) -> None:
     assert page.read_text() == run_file_tables.with_tables(page), "run: python -m scripts.site.run_file_tables"
