@@ -183,16 +183,3 @@ def check_port_is_free(rendezvous: str) -> None:
             f"rendezvous {rendezvous}: port {port} is in use by another program, perhaps by another run: choose "
             "another port, or leave the rendezvous out when all islands run here"
         )
-
-
-def check_own_address(address: str | None) -> None:
-    """Raises `ConfigError` if a `bind_address` is none of this machine's; None, or nothing, is left to be found."""
-    try:
-        for family, kind, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM) if address else ():
-            with socket.socket(family, kind) as listener:
-                listener.bind(place)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"bind_address: {address!r} is no address of this machine ({error}): give one of those that `ip addr` "
-            "shows, or leave it out"
-        ) from None

@@ -18,6 +18,7 @@ from hf_diloco.cli import accelerate, devices
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.credentials import find_credentials
+from hf_diloco.store.rendezvous import check_own_address
 from hf_diloco.utils.text import plural
 from hf_diloco.utils.urls import is_object_store
 
@@ -151,7 +152,7 @@ def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
     port, *ports = devices.free_ports(1 + len(numbers))
     rendezvous = _rendezvous(run, options, port)
     if rendezvous is not None:
-        devices.check_own_address(run.meeting.bind_address)
+        check_own_address(run.meeting.bind_address)
         for number in numbers:
             find_credentials(run.meeting, number, run.unit)
     shares = _devices(run, len(numbers), num_processes)

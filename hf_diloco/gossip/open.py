@@ -19,7 +19,7 @@ from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.run import announce_run
 from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.rendezvous import warn_if_exposed
+from hf_diloco.store.rendezvous import check_own_address, warn_if_exposed
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.base import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
@@ -83,6 +83,7 @@ def _connect(config: GossipConfig, topology: Topology, ending: ExitStack) -> tup
     if config.num_nodes == 1:
         return MemoryGraph(topology).node(0), None
     notes = WaitNotes(config.node, "node")
+    check_own_address(config.bind_address)
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
     size = {"num_nodes": config.num_nodes}
     store, key, address, end_store = meet(

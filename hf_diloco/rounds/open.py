@@ -63,10 +63,11 @@ def open_session(
             tcp:// may come and go; default: the current folder.
 
     Raises:
-        ConfigError: there are several islands, and this one was given no number.
+        ConfigError: there are several islands, and this one has no number, or a key or `bind_address` that is none.
         RendezvousError, DuplicateIslandError: the rendezvous cannot be reached, or this island's number is taken.
     """
     need_number(config, config.num_shares)
+    island.on_leader(partial(_check_own, config))
     if island.is_leader:
         tell_who_is_alone(config)
     last = _last.get((config.rendezvous, config.island))
@@ -85,6 +86,16 @@ def open_session(
     if config.rendezvous:
         _last[config.rendezvous, config.island] = _Last(weakref.ref(session), threading.get_ident(), seal)
     return session
+
+
+def _check_own(config: DiLoCoConfig) -> None:
+    """What is wrong with this island's own settings shows before it waits for others."""
+    from hf_diloco.store.credentials import find_credentials
+    from hf_diloco.store.rendezvous import check_own_address
+
+    if config.num_shares > 1:
+        find_credentials(config, config.island)
+        check_own_address(config.bind_address)
 
 
 def abandon_last(config: DiLoCoConfig, island: IslandGroup) -> None:

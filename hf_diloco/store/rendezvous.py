@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from hf_diloco.errors import RendezvousError
+from hf_diloco.errors import ConfigError, RendezvousError
 from hf_diloco.utils.limits import raise_file_limit
 from hf_diloco.utils.urls import check_specific, host_and_port, is_loopback, is_public, split_tcp_url
 from hf_diloco.utils.waiting import WaitNotes
@@ -45,6 +45,19 @@ class Place(Protocol):
     @property
     def join_timeout(self) -> float:
         """Seconds to wait for the others."""
+
+
+def check_own_address(address: str | None) -> None:
+    """Raises `ConfigError` if a `bind_address` is none of this machine's; None, or nothing, is left to be found."""
+    try:
+        for family, kind, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM) if address else ():
+            with socket.socket(family, kind) as listener:
+                listener.bind(place)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"bind_address: {address!r} is no address of this machine ({error}): give one of those that `ip addr` "
+            "shows, or leave it out"
+        ) from None
 
 
 def find_address(config: Place) -> str:

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, GossipConfig, OuterLoop
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError, UnsupportedError
 from hf_diloco.trainer.refusals import REFUSALS
 from tests.islands import try_islands
@@ -368,3 +368,36 @@ def test_a_callback_resumes_from_a_folder_only() -> None:
     wrong: Any = True
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint=True\): give the folder.*trainer\.train\("):
         DiLoCoCallback(sync_every=2, resume_from_checkpoint=wrong)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"bind_address": "nonsense"}, "bind_address: 'nonsense' is no address of this machine"),
+        ({"require_key": True}, "require_key=true, and there is no key"),
+    ],
+    ids=["address", "key"],
+)
+@pytest.mark.parametrize("more", [{}, {"exchange": "bucket"}], ids=["all must be there", "they come and go"])
+@pytest.mark.parametrize("island", [0, 1])
+def test_what_is_wrong_with_an_island_shows_before_it_waits(
+    own: dict[str, Any], message: str, more: dict[str, Any], island: int, tmp_path: Path, free_port: int
+) -> None:
+    place: dict[str, Any] = {
+        "island": island,
+        "num_islands": 2,
+        "rendezvous": f"tcp://127.0.0.1:{free_port}",
+        "join_timeout": 1,
+    }
+    loop = make_loop(config=DiLoCoConfig(**place, **more, **own), output_dir=tmp_path)
+    with pytest.raises(ConfigError, match=message), loop:
+        pass
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path, DiLoCoCallback(**place, **more, **own)).train()
+
+
+def test_a_node_listens_at_an_address_of_its_machine(tmp_path: Path, free_port: int) -> None:
+    rendezvous = f"tcp://127.0.0.1:{free_port}"
+    callback = GossipCallback(GossipConfig(num_nodes=2, node=1, rendezvous=rendezvous, bind_address="nonsense"))
+    with pytest.raises(ConfigError, match="bind_address: 'nonsense' is no address of this machine"):
+        callback.make_optimizer(torch.nn.Linear(3, 1), TrainingArguments(str(tmp_path), use_cpu=True))
