@@ -71,8 +71,10 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: F
 
 def _agreed_by_method(config: DiLoCoConfig, shards: Shards) -> dict[str, Any]:
     """The method's own settings, and the parameter groups whose learning rates it takes."""
-    agreed = {f"options.{name}": value for name, value in config.options.items()}
-    if not find_method(config.method).wants_rates:
+    method = find_method(config.method)
+    options = method.Options.model_validate(config.options).model_dump()
+    agreed = {f"options.{name}": value for name, value in options.items()}
+    if not method.wants_rates:
         return agreed
     listing = "\n".join(f"{name} {shards.inner.groups.get(name, 0)}" for name in shards.sizes)
     if make_method(config).buffers(shards.inner.kind) == "average":

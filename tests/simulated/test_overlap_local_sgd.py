@@ -14,6 +14,7 @@ from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError
 from hf_diloco.membership.round_records import Attempt
 from hf_diloco.methods.outer import Groups, make_method
+from hf_diloco.methods.outer.overlap_local_sgd import OverlapOptions
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.store.objects import ObjectStore
 from tests.clocks import FastClock, wait_until
@@ -247,6 +248,12 @@ def test_islands_with_another_pull_are_refused(tmp_path: Path) -> None:
     refused = [one for one in outcomes if isinstance(one, FingerprintError)]
     assert refused
     assert "options.pull" in str(refused[0])
+
+
+def test_a_pull_that_is_the_default_may_be_left_out(tmp_path: Path) -> None:
+    meeting = Streams(tmp_path, 2, **OVERLAP)
+    default = {"pull": OverlapOptions().pull}
+    run_islands(2, lambda island: meeting.join(island, options=default if island else {}))
 
 
 def test_a_checkpoint_of_another_method_is_refused(tmp_path: Path) -> None:
