@@ -168,6 +168,12 @@ def _as_lists(value: Any) -> Any:
     return {island: [keys] if isinstance(keys, str) else keys for island, keys in value.items()}
 
 
+def _tell_of_one(schema: dict[str, Any]) -> None:
+    """Adds a single text to the JSON schema of a list of texts."""
+    several = {name: schema.pop(name) for name in [*schema]}
+    schema["anyOf"] = [{"type": "string"}, several]
+
+
 def _check_key(text: str) -> str:
     parse_public(text)
     return text.strip()
@@ -178,7 +184,11 @@ OwnAddress = Annotated[str, AfterValidator(check_specific)]
 
 PublicKey = Annotated[str, AfterValidator(_check_key)]
 Identities = Annotated[
-    dict[Annotated[int, Field(ge=0)], Annotated[list[PublicKey], Field(min_length=1)]], BeforeValidator(_as_lists)
+    dict[
+        Annotated[int, Field(ge=0)],
+        Annotated[list[PublicKey], Field(min_length=1, json_schema_extra=_tell_of_one)],
+    ],
+    BeforeValidator(_as_lists),
 ]
 """Public keys by island, or by node."""
 

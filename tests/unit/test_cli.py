@@ -13,6 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from hf_diloco import __version__
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.cli.main import app, main
 from hf_diloco.errors import ConfigError
 from tests.processes import Completed, run
@@ -84,6 +86,14 @@ def test_config_schema_is_that_of_run_files() -> None:
     schema = json.loads(hf_diloco("config-schema").output)
     assert {"model", "training", "diloco", "deepspeed"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False
+
+
+def test_the_schema_takes_what_run_files_may_say() -> None:
+    for kind, block in ((RunFile, "DiLoCoBlock"), (VisionRun, "GossipBlock")):
+        schema = kind.model_json_schema()
+        assert schema["required"] == ["training"]  # the name is that of the file, where it is not given
+        one, several = schema["$defs"][block]["properties"]["identities"]["additionalProperties"]["anyOf"]
+        assert (one["type"], several["type"]) == ("string", "array")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from hf_diloco.apps.common.paths import NamedFiles, get_at, names_hub
 from hf_diloco.apps.common.yaml_file import KeyPath
@@ -100,6 +100,11 @@ class PushBlock(Block):
     revision: str | None = Field(None, description="existing branch; null: main")
 
 
+def _tell_that_name_may_be_left_out(schema: dict[str, Any]) -> None:
+    """Who reads the file puts in its own."""
+    schema["required"].remove("name")
+
+
 class BaseRun(Block):
     """A run: what is trained, how, and where its folder is.
 
@@ -113,6 +118,8 @@ class BaseRun(Block):
         settings_of_order: on which depends what a position in the data means, besides seeds.
         metrics: what evaluations measure.
     """
+
+    model_config = ConfigDict(json_schema_extra=_tell_that_name_may_be_left_out)
 
     module: ClassVar[str]
     meeting_name: ClassVar[str]
