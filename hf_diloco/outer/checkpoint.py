@@ -72,7 +72,7 @@ class FragmentIndex(BaseModel):
     `due_at` is after how many steps its next round is due; None: as always, or where others say. `install_in` is after
     how many steps the masters take the outer parameters of its last round; None: they have.
     `digest` is what islands agree on; it cannot be computed again where their outer parameters differ. `parameters`
-    is one of their names and sizes.
+    is one of their names and sizes. `anticipated_of` is of how many islands' average an island has taken its own part.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -83,6 +83,7 @@ class FragmentIndex(BaseModel):
     install_in: int | None = None
     digest: str = ""
     parameters: str = ""
+    anticipated_of: int | None = Field(default=None, ge=1)
 
 
 class OuterPart(NamedTuple):

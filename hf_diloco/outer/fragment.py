@@ -280,12 +280,16 @@ class EagerFragment(Fragment):
 
     Outer parameters and momentum differ slightly from island to island, and the averages not used yet are kept. Its
     digest is one of all averages so far, which are equal on all islands.
+
+    Attributes:
+        anticipated_of: how many islands' average this island has taken its own part of.
     """
 
     method: Eager
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self.anticipated_of = self.config.num_islands
         self._means: list[torch.Tensor] = []
         self._vectors: list[torch.Tensor] = []  # that they lie in, of the pool's
         self._num_hashed = 0
@@ -300,6 +304,7 @@ class EagerFragment(Fragment):
     def step_eagerly(self, delta: torch.Tensor | None, weight: float) -> None:
         """Takes the outer step with this island's own `delta` and what has arrived of the others'."""
         self.method.step_eagerly(delta, weight, self._means)
+        self.anticipated_of = self.config.num_islands
         self._drop_means()
 
     def last_parameters(self, mean: torch.Tensor) -> torch.Tensor:
@@ -323,7 +328,7 @@ class EagerFragment(Fragment):
 
     def anticipated(self) -> torch.Tensor:
         """The pseudo-gradient of that round, in `scratch`."""
-        return torch.mul(self.method.own, self.config.num_islands, out=self.scratch)
+        return torch.mul(self.method.own, self.anticipated_of, out=self.scratch)
 
     def make_digest(self, island: IslandGroup | None = None) -> None:
         if not self.digest:

@@ -19,6 +19,7 @@ from hf_diloco.outer.checkpoint import (
     read_index,
     save_outer,
 )
+from hf_diloco.outer.fragment import EagerFragment
 from hf_diloco.outer.state import OuterState
 from hf_diloco.utils.own_files import is_own
 
@@ -64,6 +65,7 @@ def save_state(
                 install_in=fragment.install_in,
                 digest=fragment.digest,
                 parameters=names,
+                anticipated_of=fragment.anticipated_of if isinstance(fragment, EagerFragment) else None,
             )
             for fragment, names in zip(outer.fragments, outer.names, strict=True)
         ],
@@ -100,6 +102,10 @@ def _load(outer: OuterState, checkpoint: Path) -> None:
         fragment.load_state_dict(state)
         fragment.steps, fragment.weight, fragment.install_in = counts.steps, counts.weight, counts.install_in
         fragment.digest = counts.digest
+        if isinstance(fragment, EagerFragment):
+            fragment.anticipated_of = counts.anticipated_of or index.settings.get(
+                "num_islands", outer.config.num_islands
+            )
         if counts.due_at is not None and index.settings.get("sync_every") == outer.config.sync_every:
             fragment.due_at = counts.due_at
         elif index.round > number:  # it has had its first round

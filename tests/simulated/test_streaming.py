@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_diloco.errors import ConfigError, ExchangeError
 from hf_diloco.inner import open_shards
+from hf_diloco.outer.fragment import EagerFragment
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.round import SyncReport
 from tests.fixed_runs import FaultyTransport, Run, cut, save
@@ -435,6 +436,38 @@ def test_an_eager_round_that_fails_is_made_up_for_bit_for_bit(tmp_path: Path) ->
     resumed, uninterrupted = run_islands(2, resume), train(whole)
     for island in range(2):
         assert torch.equal(resumed[island], uninterrupted[island][0])
+
+
+@pytest.mark.parametrize("saves_again", [False, True])
+def test_an_eager_round_that_fails_keeps_its_pseudo_gradient_with_fewer_islands(
+    tmp_path: Path, saves_again: bool
+) -> None:
+    """It was taken as one of three; the round that makes up for it may be of one."""
+    config: dict[str, Any] = {"sync_every": 4, "method": "eager"}
+    broken = Run(tmp_path / "broken", 3, **config)
+
+    def break_off(island: int) -> tuple[Path, torch.Tensor]:
+        transport = broken.transport(island)
+        model = Stack()
+        session = broken.join(island, model, transport=FaultyTransport(transport, cut) if island else transport)
+        list(steps_of(session, model, make_optimizer(model), batches(island, NUM_STEPS)[:4], 4))
+        session.settle()
+        fragment = session.outer.current
+        assert isinstance(fragment, EagerFragment)
+        checkpoint = save(session, broken.folder / str(island), 4)
+        session.leave(finished=False)
+        return checkpoint, fragment.method.own * 3
+
+    checkpoint, captured = run_islands(3, break_off)[0]
+    for attempt in range(1 + saves_again):
+        run = Run(tmp_path / f"mended-{attempt}", 1, **config)
+        session = run.session(0)
+        session.join(open_shards(Stack(), None), run.folder / "0", checkpoint=checkpoint)
+        fragment = session.outer.current
+        assert isinstance(fragment, EagerFragment)
+        assert torch.equal(fragment.anticipated(), captured)
+        checkpoint = save(session, run.folder / "0", 4)
+        session.leave(finished=False)
 
 
 @pytest.mark.parametrize(
