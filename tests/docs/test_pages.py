@@ -190,7 +190,7 @@ def test_every_record_in_an_object_store_is_explained() -> None:
 
     text = (DOCS / "protocol.md").read_text()
     paths = re.findall(r"^    (\S+\.json) ", str(log.__doc__), re.MULTILINE)
-    assert len(paths) == 12
+    assert len(paths) == 14
     assert not [path for path in paths if f"| `{path}` |" not in text]
     kinds = get_args(round_records.OutcomeRecord.model_fields["kind"].annotation)
     assert not [kind for kind in kinds if f"`{kind}`" not in text]

@@ -396,6 +396,8 @@ def test_a_round_that_others_carry_out_is_waited_for_with_patience(
     here, there = process(0), process(1)
     planned = Quorum(log, there, Rules(grace=0.0), clock=clock).convene(Attempt(1, 0), offer_of(1))
     quorum = Quorum(log, here, Rules(grace=30.0), lambda: is_asked_to_stop, clock)
+    there.stand("syncing")
+    clock.meanwhile = there.heartbeat
     since = clock.now()
     with pytest.raises(error, match=said):
         quorum.await_outcome(planned, [offer_of(1)], patience=3.0)
