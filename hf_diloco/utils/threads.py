@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,23 +20,10 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
     Raises:
         TimeoutError: there is no answer after `seconds`.
     """
-    answers: list[T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(call())
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failures:
-        raise failures[0]
-    if not answers:
+    answer = _begin(call)
+    if not wait([answer], seconds).done:
         raise TimeoutError(f"no answer for {seconds:g} s")
-    return answers[0]
+    return answer.result()
 
 
 def ask_together(*calls: Callable[[], Any]) -> list[Any]:
@@ -44,29 +32,27 @@ def ask_together(*calls: Callable[[], Any]) -> list[Any]:
     Raises:
         BaseException: what the first of those that failed raised, after all have ended.
     """
-    results: list[Any] = [None] * len(calls)
-    errors: list[BaseException | None] = [None] * len(calls)
+    if not calls:
+        return []
+    others, first = [_begin(call) for call in calls[1:]], Future[Any]()
+    _answer(first, calls[0])
+    answers = [first, *others]
+    wait(answers)
+    return [answer.result() for answer in answers]
 
-    def run(place: int) -> None:
-        try:
-            results[place] = calls[place]()
-        except BaseException as error:  # raised below
-            errors[place] = error
 
-    threads = [
-        threading.Thread(target=run, args=(place,), name="hf-diloco-question", daemon=True)
-        for place in range(1, len(calls))
-    ]
-    for thread in threads:
-        thread.start()
-    if calls:
-        run(0)
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        if error is not None:
-            raise error
-    return results
+def _begin(call: Callable[[], T]) -> Future[T]:
+    """The answer of a call that is made on a thread which does not keep the process."""
+    answer = Future[T]()
+    threading.Thread(target=_answer, args=(answer, call), name="hf-diloco-question", daemon=True).start()
+    return answer
+
+
+def _answer(answer: Future[T], call: Callable[[], T]) -> None:
+    try:
+        answer.set_result(call())
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def call_behind(call: Callable[[], object], passing: type[Exception]) -> None:
