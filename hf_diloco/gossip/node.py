@@ -228,10 +228,6 @@ class NodeNeighbours(Neighbours):
     def recall(self, topic: str) -> list[Record]:
         return self._on_leader(lambda inner: inner.recall(topic))
 
-    def wait_for_ranks(self) -> None:
-        """Returns once every rank of the node is here."""
-        self._island.barrier()
-
     def give_turn(self) -> None:
         """Lets other nodes of this process compute."""
         with self._turns.others():

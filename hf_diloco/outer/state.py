@@ -224,16 +224,12 @@ class OuterState:
         self.drop_progress(fragment)
 
     def drop_progress(self, fragment: Fragment) -> None:
-        """Writes the outer parameters into the masters of a fragment: its inner steps begin anew."""
-        self.restart(fragment)
-        fragment.install_in = None
-        fragment.start_anew(fragment.next_due_at)
-
-    def restart(self, fragment: Fragment) -> None:
         """Begins the inner steps of a fragment from the outer parameters, with the buffers that the method wants."""
         fragment.write_masters()
         if self.buffers == "zero":
             self.shards.inner.zero_buffers()
+        fragment.install_in = None
+        fragment.start_anew(fragment.next_due_at)
 
     def land(self, fragment: Fragment) -> None:
         """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""

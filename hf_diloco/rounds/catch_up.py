@@ -200,8 +200,7 @@ class Recovery:
         Raises:
             IslandLostError: there is no later snapshot yet.
         """
-        if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
-            raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
+        self._take_over_later(error)
         self._give_up(planned, Part.WHOLE if is_resuming else part)
         if is_resuming:
             self._drop_after(planned.number)
@@ -218,14 +217,18 @@ class Recovery:
         Raises:
             IslandLostError: there is no later snapshot yet.
         """
-        if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
-            raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
+        self._take_over_later(error)
         if self.island.is_leader:
             logger.warning("round %d is passed over: %s", number, error)
         if may_be_used:
             self.outer.drop_progress(self.outer.fragment_of(number))
         if is_resuming:
             self._drop_after(number)
+
+    def _take_over_later(self, error: PayloadError) -> None:
+        """Takes over a later snapshot; raises `IslandLostError` if there is none yet."""
+        if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
+            raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
 
     def _drop_after(self, number: int) -> None:
         """Drops progress from a checkpoint that rounds after `number` may have used."""

@@ -35,6 +35,7 @@ from hf_diloco.errors import (
     RendezvousError,
 )
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.decisions import outcome_path
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.rounds.engines import BucketEngine, Engine
 from hf_diloco.rounds.round_plan import PlannedRound
@@ -176,8 +177,7 @@ class DirectEngine(Engine):
         if self._mesh and {offer.links for offer in planned.offers} == {self.links} and members == self._members:
             return self._mesh
         self.close()
-        name = f"{planned.number:08d}-{planned.attempt:02d}"
-        outcome = f"rounds/{planned.number:08d}/{planned.attempt:02d}/outcome.json"
+        name, outcome = _name_of(planned), outcome_path(planned.as_attempt.path)
         store = RecordStore(
             self._log,
             min(self._config.grace, self._config.exchange_timeout),
@@ -224,10 +224,7 @@ class DirectEngine(Engine):
 
     def _absent(self, planned: PlannedRound, own: int) -> list[int]:
         """Participants that have not said where they listen."""
-        there = {
-            path.rpartition("/")[2]
-            for path in self._log.list(f"links/mesh/{planned.number:08d}-{planned.attempt:02d}")
-        }
+        there = {path.rpartition("/")[2] for path in self._log.list(f"links/mesh/{_name_of(planned)}")}
         return [
             offer.island for place, offer in enumerate(planned.offers) if place != own and f"{place}.json" not in there
         ]
@@ -265,6 +262,11 @@ class DirectEngine(Engine):
 
 def _mean_folder(number: int, attempt: int) -> str:
     return f"rounds/{number:08d}/{attempt:02d}/mean"
+
+
+def _name_of(planned: PlannedRound) -> str:
+    """Of the connections that an attempt makes."""
+    return f"{planned.number:08d}-{planned.attempt:02d}"
 
 
 # Where islands cut the parameters differently

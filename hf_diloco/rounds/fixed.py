@@ -66,6 +66,9 @@ class FixedSession(BaseSession):
     Raises:
         RendezvousError: the rendezvous cannot be reached.
         DuplicateIslandError: another process has this island's number.
+
+    Attributes:
+        transport: this rank's access to the other islands.
     """
 
     _is_heard = False
@@ -82,9 +85,9 @@ class FixedSession(BaseSession):
         super().__init__(config, island)
         self._exchanges: list[Exchange] = []
         self._is_closing = False
-        self._transport = self._connect(transport)
+        self.transport = self._connect(transport)
         self._all_gather = AllGather(
-            self._transport.store,
+            self.transport.store,
             config.island,
             config.num_islands,
             lambda: self._is_closing or should_stop(),
@@ -96,15 +99,10 @@ class FixedSession(BaseSession):
         self._rounds = FixedRounds(config, self.outer, self._talk, self._unanimity, self._exchanges)
         self._eager = EagerRounds(island, self._rounds, self._background) if config.anticipates else None
 
-    @property
-    def transport(self) -> Transport:
-        """This rank's access to the other islands."""
-        return self._transport
-
     def _enter(self, clock: Clock, folder: Path) -> None:
         """Takes this island's number."""
         try:
-            log = self._transport.store.log
+            log = self.transport.store.log
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=clock)
             self.members.enter(may_return=False)
             self._give_heartbeats(self.members)
@@ -180,7 +178,7 @@ class FixedSession(BaseSession):
 
     def _open_lanes(self) -> None:
         for lane in self.outer.current.partition.lanes:
-            self._exchanges.append(self._transport.open(lane))
+            self._exchanges.append(self.transport.open(lane))
 
     def _agree_on_start(self, resumed: bool) -> bool:
         """All islands stand at one round with equal outer parameters, or island 0 sends its own to all."""

@@ -48,7 +48,7 @@ from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
-from hf_diloco.trainer.saving import ModelDescription
+from hf_diloco.trainer.saving import describe_model
 from hf_diloco.trainer.views import HasOuterWeights
 from hf_diloco.trainer.write_failures import replaced
 from hf_diloco.utils.text import plural
@@ -167,7 +167,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         session.join(shards, folder_of(args), self._facts, checkpoint)
         self._resume_path = None  # the next training resumes from elsewhere, or begins anew
         follow_schedule(session, state, scheduler)
-        self._description = ModelDescription(kwargs["model"], kwargs.get("processing_class"))
+        self._describe_model = partial(describe_model, kwargs["model"], kwargs.get("processing_class"))
         self._tokens_seen = state.num_input_tokens_seen
         needed = partial(last_of_earlier_round, state.global_step) if self.config.goes_back_together else None
         self._begin(args, session.island, trainer, RECORD, find_complete, needed)
@@ -229,7 +229,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
         position = {"epoch": state.epoch, "tokens": state.num_input_tokens_seen, "steps": state.global_step}
-        self._description.complete(checkpoint, self._need_session().island)
+        self._need_session().island.on_leader(lambda: self._describe_model(checkpoint))
         save_state(self._outer, checkpoint, state.global_step, {**position, **self._data_facts})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -312,7 +312,7 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Marks the checkpoint as whole."""
-        self.node.wait_for_ranks()
+        self._ranks.barrier()
         self.node.rekey()  # as who resumes from here does, and as neighbours do whose checkpoint was written
         self._need_record().mix(state.global_step)
         super().on_save(args, state, control, **kwargs)

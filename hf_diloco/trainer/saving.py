@@ -97,42 +97,32 @@ def noting_failures(trainer: Trainer, failures: list[str]) -> Iterator[None]:
         yield
 
 
-class ModelDescription:
-    """Configuration and tokenizer of the model that trains.
+def describe_model(model: Any, processing_class: Any, checkpoint: Path) -> None:
+    """Writes configuration and tokenizer of the model that trains into a checkpoint, if it lacks them.
 
     The Trainer writes both with whole models; with sharded checkpoints of FSDP it writes neither.
 
     Args:
         model: the module, also one whose parameters are sharded; of another library than transformers nothing is
             written.
-        processing_class: the tokenizer, if the Trainer has one.
+        processing_class: the tokenizer; None if the Trainer has none.
+        checkpoint: the folder.
+
+    Raises:
+        CheckpointError: it cannot be written.
     """
-
-    def __init__(self, model: nn.Module, processing_class: Any = None) -> None:
-        self._model: Any = model
-        self._processing_class = processing_class
-
-    def complete(self, checkpoint: Path, ranks: IslandGroup) -> None:
-        """Writes into a checkpoint what it lacks. Collective over the ranks.
-
-        Raises:
-            CheckpointError: it cannot be written; on every rank.
-        """
-        ranks.on_leader(lambda: self._write(checkpoint))
-
-    def _write(self, checkpoint: Path) -> None:
-        if any((checkpoint / name).exists() for name in (_CONFIG, _ADAPTER_CONFIG)):
-            return
-        with telling(checkpoint):
-            checkpoint.mkdir(parents=True, exist_ok=True)
-            for adapter in getattr(self._model, "peft_config", {}).values():
-                adapter.save_pretrained(str(checkpoint))
-            if not hasattr(self._model, "peft_config") and hasattr(self._model, "config"):
-                config = copy.deepcopy(self._model.config)
-                config.architectures = [_class_name(self._model)]
-                config.save_pretrained(str(checkpoint))
-            if hasattr(self._processing_class, "save_pretrained"):
-                self._processing_class.save_pretrained(str(checkpoint))
+    if any((checkpoint / name).exists() for name in (_CONFIG, _ADAPTER_CONFIG)):
+        return
+    with telling(checkpoint):
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        for adapter in getattr(model, "peft_config", {}).values():
+            adapter.save_pretrained(str(checkpoint))
+        if not hasattr(model, "peft_config") and hasattr(model, "config"):
+            config = copy.deepcopy(model.config)
+            config.architectures = [_class_name(model)]
+            config.save_pretrained(str(checkpoint))
+        if hasattr(processing_class, "save_pretrained"):
+            processing_class.save_pretrained(str(checkpoint))
 
 
 def _class_name(model: nn.Module) -> str:

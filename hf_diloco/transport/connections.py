@@ -14,9 +14,6 @@ connections is sealed.
 
 from __future__ import annotations
 
-import atexit
-import functools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +32,7 @@ from hf_diloco.transport.handshake import End
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, reason
 from hf_diloco.utils.listening import GlooListener
-from hf_diloco.utils.threads import call_within
+from hf_diloco.utils.threads import call_within, outlive_gloo
 
 _MIN_KEPT_BYTES = 1 << 12
 
@@ -268,17 +265,11 @@ def _checksum(tensor: torch.Tensor) -> int:
     return digest - (digest >> 63 << 64)
 
 
-@functools.cache
-def _outlive_threads() -> None:
-    """Gloo's threads may still want the interpreter while it shuts down, which aborts the process."""
-    atexit.register(time.sleep, 0.2)
-
-
 def _connect_all(meeting: Meeting, lane: Lane, deadline: Deadline) -> list[ProcessGroupGloo]:
     """All at once, as each takes many round trips."""
 
     def connect(number: int) -> ProcessGroupGloo:
-        _outlive_threads()
+        outlive_gloo()
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
         options._timeout = deadline.remaining() + timedelta(seconds=GLOO_MORE_SECONDS)
         options._threads = 1  # they serve collectives only

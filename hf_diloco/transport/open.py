@@ -44,11 +44,6 @@ class MemoryTransport(Transport):
         self._network = network
         self._island = island
 
-    @classmethod
-    def alone(cls) -> MemoryTransport:
-        """For a run of a single island."""
-        return cls(MemoryNetwork(1), ValueStore.in_memory(), 0)
-
     def open(self, lane: int) -> Exchange:
         return self._network.lane(f"lane{lane}", self._island)
 
@@ -106,6 +101,8 @@ class MeshTransport(Transport):
             )
 
 
-def open_transport(config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> Transport:
-    """The transport that the rendezvous calls for."""
-    return MeshTransport(config, is_leader, num_ranks) if config.num_islands > 1 else MemoryTransport.alone()
+def open_transport(config: DiLoCoConfig, is_leader: bool, num_ranks: int) -> Transport:
+    """The transport that the rendezvous calls for; a single island needs none."""
+    if config.num_islands == 1:
+        return MemoryTransport(MemoryNetwork(1), ValueStore.in_memory(), 0)
+    return MeshTransport(config, is_leader, num_ranks)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+@cache
+def outlive_gloo() -> None:
+    """Its threads may still want the interpreter while it shuts down, which aborts the process."""
+    atexit.register(time.sleep, 0.2)
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.utils.threads import outlive_gloo
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -70,13 +69,16 @@ def check_world(args: TrainingArguments) -> None:
             "torchrun, deepspeed, or accelerate launch without --cpu"
         )
     if torch.distributed.is_initialized():
-        # torch 2.13's Gloo threads may want the interpreter while it ends, which aborts the process.
-        atexit.register(time.sleep, 0.2)
+        outlive_gloo()
+
+
+LONGEST_PREPARATION = 24 * 3600.0
+"""Seconds that ranks wait for their leader to prepare the data."""
 
 
 @contextmanager
 def leader_first(ranks: IslandGroup) -> Iterator[None]:
-    """Lets the other ranks begin when the leader has ended."""
+    """Lets the other ranks begin when the leader has ended, which may take as long as the group waits."""
     if not ranks.is_leader:
         ranks.barrier()
     yield

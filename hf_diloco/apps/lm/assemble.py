@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
-from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first
+from hf_diloco.apps.common.resume import LONGEST_PREPARATION, check_world, find_checkpoint, leader_first
 from hf_diloco.apps.common.training import Assembled
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.packing import Masking
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 ZERO_INIT_FROM = 2_000_000_000  # parameters above which ZeRO-3 makes a new model in parts
-LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
 
 
 Island: TypeAlias = Assembled[RunFile, "DiLoCoCallback | PlainCallback", Datasets]

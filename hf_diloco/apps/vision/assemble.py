@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
-from hf_diloco.apps.common.resume import check_world, find_checkpoint, leader_first
+from hf_diloco.apps.common.resume import LONGEST_PREPARATION, check_world, find_checkpoint, leader_first
 from hf_diloco.apps.common.training import Assembled
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
@@ -26,9 +26,6 @@ from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.gossip_callback import GossipCallback
 from hf_diloco.trainer.progress import Progress, RunFilesCallback
 from hf_diloco.trainer.stop import STOP_FILE
-
-LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
-
 
 VisionNode: TypeAlias = Assembled[VisionRun, GossipCallback, ImageData]
 
