@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import ROOT
+from tests.records import events
 
 STEPS = 200
 RUN_FILE: dict[str, Any] = {
@@ -37,5 +38,4 @@ def progress(island: Path) -> dict[str, object]:
 
 def starts(island: Path) -> list[str]:
     """How each process of an island began: "anew", or "resumed" from a checkpoint."""
-    records = [json.loads(line) for line in (island / "metrics.jsonl").read_text().splitlines()]
-    return ["resumed" if record["resumed"] else "anew" for record in records if record["event"] == "start"]
+    return ["resumed" if start["resumed"] else "anew" for start in events(island, "start")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import threading
 import time
@@ -89,3 +91,14 @@ def interrupted_after(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def count_files() -> int:
+    """Open files of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def count_open() -> tuple[int, int]:
+    """Open files and threads of this process."""
+    return count_files(), len(os.listdir("/proc/self/task"))

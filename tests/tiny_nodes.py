@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.vision.runfile import VisionRun
+from tests import records
 
 TINY = {
     "model": {"config": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8}},
@@ -46,5 +46,4 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def events(run: VisionRun, node: int, event: str) -> list[dict[str, Any]]:
-    lines = (run.folder / f"island-{node}" / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
+    return records.events(run.folder / f"island-{node}", event)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from tests.processes import run
+from tests.records import events
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TRAINING: dict[str, Any] = {
@@ -53,7 +54,7 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses_of(folder: Path) -> list[float]:
-    return [event["loss"] for event in events_of(folder) if event["event"] == "train"]
+    return [event["loss"] for event in events(folder / "island-0", "train")]
 
 
 def forget_after(folder: Path, step: int) -> bytes:

@@ -181,6 +181,3 @@ def _refuse_unknown(
 
 def _read(path: Path) -> list[tuple[str, torch.Tensor]]:
     return list(load_file(path).items())
-
-
-__all__ = ["export", "find_checkpoint", "outer_parameters"]

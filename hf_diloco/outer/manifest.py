@@ -262,17 +262,3 @@ def _digest(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()
-
-
-__all__ = [
-    "FileRecord",
-    "check_contents",
-    "check_sizes",
-    "find_damage",
-    "first_sound",
-    "read_record",
-    "record_files",
-    "recover_replaced",
-    "set_aside_name",
-    "write_record",
-]

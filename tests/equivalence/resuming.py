@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 from tests.equivalence.runs import Runs, assert_islands_agree, events, largest_difference, losses, zero
@@ -24,12 +23,7 @@ def assert_resumed_is_uninterrupted(runs: Runs, stage: int | None, diloco: dict[
         "diloco": diloco,
     }
     whole = runs.launch(f"whole-{stage}", **changes)
-    broken = runs.folder / f"resumed-{stage}"
-    shutil.copytree(whole, broken)
-    shutil.rmtree(broken / "model")
-    for island in range(2):
-        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
-        (broken / f"island-{island}" / "metrics.jsonl").unlink()
+    runs.stop(whole, f"resumed-{stage}")
     resumed = runs.launch(f"resumed-{stage}", **changes)
     start = events(resumed, "start")[0]
     assert (start["resumed"], start["step"], start["outer_method"]) == (True, STOPPED_AT, diloco["method"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pydoc_data.topics
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests import records
 from tests.processes import ROOT, find_free_port, run
 
 LAUNCH = [sys.executable, "-m", "hf_diloco.cli", "launch"]
@@ -105,6 +107,15 @@ class Runs:
             self._done[name] = self.folder / name
         return self._done[name]
 
+    def stop(self, whole: Path, name: str) -> None:
+        """Makes a run folder as that of `whole` was left when it was stopped before its last checkpoint, of step 8."""
+        broken = self.folder / name
+        shutil.copytree(whole, broken)
+        shutil.rmtree(broken / "model")
+        for island in range(2):
+            shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
+            (broken / f"island-{island}" / "metrics.jsonl").unlink()
+
     def command(self, name: str, command: list[str], **changes: Any) -> Path:
         """The run folder of a one-island run by another launcher: `command` is put before train_lm.py."""
         if name not in self._done:
@@ -122,8 +133,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def events(folder: Path, kind: str, island: int = 0) -> list[dict[str, Any]]:
     """The records of one kind in an island's metrics.jsonl."""
-    lines = (folder / f"island-{island}" / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == kind]
+    return records.events(folder / f"island-{island}", kind)
 
 
 def losses(folder: Path, island: int = 0) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -23,11 +22,6 @@ pytestmark = pytest.mark.distributed
 # AdamW divides by the root of tiny second moments in the first steps: a last-bit difference of a gradient may grow to
 # 1e-4 of the learning rate's size, and eight steps add up.
 ROUNDING = 2e-4
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
 
 
 def plain(runs: Runs) -> Path:
@@ -92,12 +86,7 @@ def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
     }
     name = "plain" if stage is None else "zero"
     whole = runs.launch(f"whole-{name}", **changes)
-    broken = runs.folder / f"resumed-{name}"
-    shutil.copytree(whole, broken)
-    shutil.rmtree(broken / "model")
-    for island in range(2):
-        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
-        (broken / f"island-{island}" / "metrics.jsonl").unlink()
+    runs.stop(whole, f"resumed-{name}")
     resumed = runs.launch(f"resumed-{name}", **changes)
     assert events(resumed, "start")[0]["resumed"] is True
     assert events(resumed, "start")[0]["step"] == 6
@@ -178,12 +167,7 @@ def test_streaming_resumed_in_the_middle_of_a_round_is_uninterrupted(runs: Runs)
         "training": {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 3},
     }
     whole = runs.launch("whole-streaming", **changes)
-    broken = runs.folder / "resumed-streaming"
-    shutil.copytree(whole, broken)
-    shutil.rmtree(broken / "model")
-    for island in range(2):
-        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
-        (broken / f"island-{island}" / "metrics.jsonl").unlink()
+    runs.stop(whole, "resumed-streaming")
     resumed = runs.launch("resumed-streaming", **changes)
     assert events(resumed, "start")[0]["step"] == 4
     assert largest_difference(whole, resumed) == 0.0

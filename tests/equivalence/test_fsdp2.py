@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,6 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "hsdp": {"fsdp": {"num_replicas": 2}},
     **{f"zero{stage}": {"deepspeed": zero(stage)} for stage in (1, 2, 3)},
 }
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
 
 
 def sharded(runs: Runs, kind: str, num_ranks: int = 2, name: str = "", **changes: Any) -> Path:
@@ -124,13 +118,8 @@ def test_resumed_is_uninterrupted(runs: Runs, kind: str, num_ranks: int, state_d
     assert first[0][2] != first[1][2]
     assert first == second
     assert_identical(sharded(runs, kind, num_ranks), whole)
-    broken = runs.folder / f"resumed-{kind}-{state_dict}"
-    shutil.copytree(whole, broken)
-    shutil.rmtree(broken / "model")
-    for island in range(2):
-        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
-        (broken / f"island-{island}" / "metrics.jsonl").unlink()
-    resumed = runs.launch(broken.name, **changes)
+    runs.stop(whole, name := f"resumed-{kind}-{state_dict}")
+    resumed = runs.launch(name, **changes)
     assert (events(resumed, "start")[0]["resumed"], events(resumed, "start")[0]["step"]) == (True, 6)
     assert relative_difference(whole, resumed) == 0.0
     assert losses(resumed) == losses(whole)[6:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,11 +37,6 @@ OUTSIDE_BRIEF = tuple(
 )
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
-
-
 def settings(kind: str, num_ranks: int, **training: Any) -> dict[str, Any]:
     """Two islands of some ranks, with weight decay for some parameters and a learning rate that falls."""
     return {
@@ -56,21 +49,11 @@ def settings(kind: str, num_ranks: int, **training: Any) -> dict[str, Any]:
     }
 
 
-def stop(runs: Runs, whole: Path, name: str) -> None:
-    """A run folder as `whole` left it when it was stopped."""
-    broken = runs.folder / name
-    shutil.copytree(whole, broken)
-    shutil.rmtree(broken / "model")
-    for island in range(2):
-        shutil.rmtree(broken / f"island-{island}" / "checkpoint-8", ignore_errors=True)
-        (broken / f"island-{island}" / "metrics.jsonl").unlink()
-
-
 @pytest.mark.parametrize(("kind", "before", "after"), [*IN_SHORT, *OUTSIDE_BRIEF])
 def test_other_number_of_ranks_is_the_same_run(runs: Runs, kind: str, before: int, after: int) -> None:
     whole = runs.launch(f"{kind}-{before}".replace(" ", "-"), **settings(kind, before))
     name = f"{kind}-{before}-{after}".replace(" ", "-")
-    stop(runs, whole, name)
+    runs.stop(whole, name)
     resumed = runs.launch(name, **settings(kind, after))
     start = events(resumed, "start")[0]
     assert (start["resumed"], start["step"]) == (True, STOPPED_AT)
@@ -85,7 +68,7 @@ def test_other_number_of_ranks_is_the_same_run(runs: Runs, kind: str, before: in
 @pytest.mark.parametrize(("before", "after"), [("zero1", "zero2"), ("zero2", "zero1")])
 def test_stages_that_read_each_other_go_on_with_the_same_run(runs: Runs, before: str, after: str) -> None:
     whole = runs.launch(f"{before}-2", **settings(before, 2))
-    stop(runs, whole, name := f"{before}-as-{after}")
+    runs.stop(whole, name := f"{before}-as-{after}")
     resumed = runs.launch(name, **settings(after, 2))
     assert events(resumed, "start")[0]["step"] == STOPPED_AT
     assert relative_difference(whole, resumed) < ROUNDING
@@ -95,14 +78,14 @@ def test_stages_that_read_each_other_go_on_with_the_same_run(runs: Runs, before:
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("zero0", "zero1"), ("zero2", "zero0")])
 def test_stages_that_do_not_are_refused(runs: Runs, before: str, after: str) -> None:
-    stop(runs, runs.launch(f"{before}-2", **settings(before, 2)), name := f"{before}-as-{after}")
+    runs.stop(runs.launch(f"{before}-2", **settings(before, 2)), name := f"{before}-as-{after}")
     output = run([*LAUNCH, runs.write(name, settings(after, 2))], timeout=240, expect=1).output
     assert f"and here ZeRO-{after[-1]} trains, which cannot read it" in " ".join(output.split())
 
 
 def test_another_way_to_train_is_refused(runs: Runs) -> None:
     """It would begin with an optimizer that knows nothing of the steps before."""
-    stop(runs, runs.launch("zero3-2", **settings("zero3", 2)), "to-ddp")
+    runs.stop(runs.launch("zero3-2", **settings("zero3", 2)), "to-ddp")
     output = run([*LAUNCH, runs.write("to-ddp", settings("ddp", 2))], timeout=240, expect=1).output
     assert "holds the optimizer's state of DeepSpeed, and here DDP trains, which cannot read it" in " ".join(
         output.split()
@@ -113,7 +96,7 @@ def test_another_way_to_train_is_refused(runs: Runs) -> None:
 def test_what_deepspeed_cannot_convert_names_the_ways_out(runs: Runs) -> None:
     """Its converter reads Adam's two moments by name."""
     changes = settings("zero2", 2, optim="sgd")
-    stop(runs, runs.launch("sgd", **changes), "sgd-1")
+    runs.stop(runs.launch("sgd", **changes), "sgd-1")
     changes["launch"]["num_processes"] = 1
     output = " ".join(run([*LAUNCH, runs.write("sgd-1", changes)], timeout=240, expect=1).output.split())
     assert "was written by 2 ranks, and this island has 1: DeepSpeed cannot convert it" in output

@@ -18,11 +18,6 @@ TWO_RANKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
-
-
 @pytest.mark.slow  # of the same in one process: tests/simulated/test_overlap_local_sgd.py
 @pytest.mark.parametrize("stage", [None, 2])
 def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:

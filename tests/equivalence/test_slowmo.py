@@ -20,11 +20,6 @@ PROGRAM = ROOT / "tests" / "programs" / "trainer_island.py"
 SLOWMO: dict[str, Any] = {"method": "slowmo", "sync_every": 2, "outer_momentum": 0.6}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [None, 2])
 def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,21 +14,12 @@ import yaml
 
 from benchmarks.chaos import run_file
 from tests.processes import Process, Processes, find_free_port, run as run_command
+from tests.records import events
 from tests.secret_files import forms_of, make_secrets
 
 ROUNDS, SYNC_EVERY = 14, 4
 COMMAND = [sys.executable, "-m", "hf_diloco.cli"]
 SETTINGS = {"num_islands": 2, "max_islands": None, "exchange_timeout": 4.0}
-
-
-def syncs_of(folder: Path) -> list[dict[str, Any]]:
-    """All rounds that an island has reported; none before its first."""
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    events = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [event for event in events if event["event"] == "sync"]
 
 
 def wait_until(is_true: Callable[[], bool], *watched: Process) -> None:
@@ -54,7 +44,7 @@ class Run:
     def begin(self) -> Run:
         """Returns when both have taken some rounds."""
         self.jobs = [self.launch(island) for island in (0, 1)]
-        wait_until(lambda: all(len(syncs_of(one)) >= 4 for one in self.folders), *self.jobs)
+        wait_until(lambda: all(len(events(one, "sync")) >= 4 for one in self.folders), *self.jobs)
         return self
 
     def write(self, name: str, **settings: Any) -> Path:
@@ -82,10 +72,10 @@ def test_island_0_is_killed_and_comes_back_with_what_it_kept(tmp_path: Path) -> 
         run = Run(tmp_path, processes, max_islands=3, min_islands=2, **secrets).begin()
         shown = [line for process in processes.alive() for line in process.cmdline()]
         run.kill(0)
-        before = syncs_of(run.folders[1])[-1]["round"]
+        before = events(run.folders[1], "sync")[-1]["round"]
         run.jobs[0] = run.launch(0, "--resume", "auto")
         output = "\n".join(job.wait(140).output for job in run.jobs)
-    mine, other = ({sync["round"]: sync["outer_hash"] for sync in syncs_of(folder)} for folder in run.folders)
+    mine, other = ({sync["round"]: sync["outer_hash"] for sync in events(folder, "sync")} for folder in run.folders)
     common = (
         mine.keys() & other.keys()
     )  # island 1 may have trained on without a round meanwhile, and have ended before
@@ -106,7 +96,7 @@ def test_island_0_goes_on_without_the_other(tmp_path: Path) -> None:
         run = Run(tmp_path, processes, min_islands=1, exchange="bucket", grace=20.0).begin()
         run.kill(1)
         output = run.jobs[0].wait(140).output
-    last = syncs_of(run.folders[0])[-1]
+    last = events(run.folders[0], "sync")[-1]
     assert (last["round"], last["participants"]) == (ROUNDS, [0]), output
 
 
@@ -144,9 +134,9 @@ def test_an_island_whose_identity_is_not_listed_is_told_and_the_others_finish(
     assert f"(identities.{stranger})" in said
     assert ("taken out" if is_revoked else "on all islands") in said
     assert "Traceback" not in refused
-    hashes = [syncs_of(folder)[-1]["outer_hash"] for folder in run.folders]
+    hashes = [events(folder, "sync")[-1]["outer_hash"] for folder in run.folders]
     assert hashes[0] == hashes[1], output
-    assert [len(syncs_of(folder)) for folder in run.folders] == [ROUNDS, ROUNDS], output
+    assert [len(events(folder, "sync")) for folder in run.folders] == [ROUNDS, ROUNDS], output
 
 
 def _is_locked(path: Path) -> bool:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from hf_diloco.status.models import RunStatus
+from tests import records
 from tests.clocks import AT_ONCE, LONG
 from tests.processes import Process, Processes, run
 
@@ -97,8 +98,7 @@ class Launches:
         return sorted(int(path.name.split("-")[1]) for path in self.island(number).glob("checkpoint-*"))
 
     def events(self, number: int, event: str) -> list[dict[str, Any]]:
-        lines = (self.island(number) / "metrics.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["event"] == event]
+        return records.events(self.island(number), event)
 
     def assert_finished(self, max_steps: int, num_islands: int = 2) -> None:
         """The last section of all islands' records ends at `max_steps`, with equal outer parameters."""

@@ -18,6 +18,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.trainer.gossip_start import check_gossip
 from tests.processes import ROOT, Processes, find_free_port, run
+from tests.records import events
 
 METHOD, CODEC = "sign_momentum.py:SignMomentum", "grid.py:Grid"
 GOSSIP, GRAPH = "sign_gossip.py:SignGossip", "alternating_ring.py:AlternatingRing"
@@ -52,8 +53,7 @@ def launch(folder: Path, *more: str, expect: int = 0) -> str:
 
 
 def syncs(folder: Path, island: int) -> list[dict[str, Any]]:
-    lines = (folder / "chaos" / f"island-{island}" / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == "sync"]
+    return events(folder / "chaos" / f"island-{island}", "sync")
 
 
 @pytest.mark.distributed
@@ -147,8 +147,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def node_events(folder: Path, node: int, event: str) -> list[dict[str, Any]]:
-    lines = (folder / "runs" / "own" / f"island-{node}" / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
+    return events(folder / "runs" / "own" / f"island-{node}", event)
 
 
 @pytest.mark.distributed

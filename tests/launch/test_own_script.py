@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ SCRIPT = ["-m", "tests.programs.own_script"]
 LOOP = ["-m", "tests.programs.own_loop"]
 LOOPS_LAST = re.compile(r"stopped (\w+), round (\d+), weights (\[.*\])")
 LAST = re.compile(r"I am (\d) of 2, (\d+) threads, (\d) ranks, weights (-?[\d.]+)")
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    with Processes() as started:
-        yield started
 
 
 def test_islands_find_each_other_and_show_where_they_are(tmp_path: Path, processes: Processes) -> None:

@@ -7,13 +7,13 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from benchmarks.chaos import run_file
 from tests.processes import Process, Processes, find_free_port, run
+from tests.records import events
 
 ROUNDS, SYNC_EVERY = 12, 4
 COMMAND = [sys.executable, "-m", "hf_diloco.cli"]
@@ -23,15 +23,6 @@ def start_server(processes: Processes, port: int, folder: Path, host: str = "127
     server = processes.spawn([*COMMAND, "rendezvous", f"{host}:{port}", "--folder", folder, *options])
     server.wait_for("islands meet at", 60)
     return server
-
-
-def syncs_of(folder: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    events = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [event for event in events if event["event"] == "sync"]
 
 
 @pytest.mark.distributed
@@ -46,7 +37,7 @@ def test_islands_meet_at_a_server_that_is_killed_and_comes_back(tmp_path: Path) 
         url = f"http://127.0.0.1:{port}/a-run"
         job = processes.spawn([*COMMAND, "launch", file, "--rendezvous", url], env={"OMP_NUM_THREADS": 1})
         deadline = time.monotonic() + 100
-        while not all(len(syncs_of(island)) >= 2 for island in islands):
+        while not all(len(events(island, "sync")) >= 2 for island in islands):
             assert job.popen.poll() is None, job.output
             assert time.monotonic() < deadline, job.output
             time.sleep(0.05)
@@ -55,7 +46,7 @@ def test_islands_meet_at_a_server_that_is_killed_and_comes_back(tmp_path: Path) 
         start_server(processes, port, tmp_path / "served")
         output = job.wait(100).output
         status = run([*COMMAND, "status", url, "--json"]).output
-    last = [syncs_of(island)[-1] for island in islands]
+    last = [events(island, "sync")[-1] for island in islands]
     assert [sync["round"] for sync in last] == [ROUNDS, ROUNDS], output
     assert last[0]["outer_hash"] == last[1]["outer_hash"]
     assert json.loads(status)["url"] == url

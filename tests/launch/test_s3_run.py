@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
 import sys
 import time
@@ -17,6 +16,7 @@ import yaml
 
 from benchmarks.chaos import ENGINES, run_file
 from hf_diloco.store.objects import ObjectStore
+from tests import records
 from tests.processes import Process, Processes
 from tests.s3 import FaultyProxy, S3Server, share_of
 
@@ -42,12 +42,7 @@ class Launch:
         self.process: Process = processes.spawn(command, env=environment)
 
     def events(self, island: int, kind: str) -> list[dict[str, Any]]:
-        try:
-            lines = (self._folder / f"island-{island}" / "metrics.jsonl").read_text().splitlines(keepends=True)
-        except FileNotFoundError:
-            return []
-        events = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [event for event in events if event["event"] == kind]
+        return records.events(self._folder / f"island-{island}", kind)
 
     def log(self, island: int) -> str:
         return (self._folder / f"island-{island}" / "log.txt").read_text()

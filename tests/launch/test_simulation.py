@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import records
 from tests.processes import ROOT, Command, Processes, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -25,8 +25,7 @@ LAUNCH: Command = ["hf-diloco", "launch", "quickstart", *SETTINGS]
 
 
 def events(folder: Path, island: int, kind: str) -> list[dict[str, Any]]:
-    lines = (folder / f"island-{island}" / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    return records.events(folder / f"island-{island}", kind)
 
 
 def test_a_simulation_is_the_run_of_processes(tmp_path: Path) -> None:
@@ -93,6 +92,7 @@ def test_an_interrupted_cell_keeps_later_cells_from_running(tmp_path: Path) -> N
     interrupting = f"""
 import os, signal, threading, time
 from pathlib import Path
+from tests import records
 from hf_diloco import simulate
 
 def interrupt():

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -24,12 +24,6 @@ from tests.launch.stand_in import PROGRAM
 from tests.processes import Process, Processes
 
 LONG: Mapping[str, object] = {"steps": 1200}  # a minute: longer than any of these tests
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    with Processes() as started:
-        yield started
 
 
 def launch(processes: Processes, folder: Path, *behaviours: Mapping[str, object], grace: float = 20) -> Process:

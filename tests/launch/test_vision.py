@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from transformers import AutoModelForImageClassification
 
 from hf_diloco.apps.vision.runfile import ImageDataBlock
 from hf_diloco.apps.vision.sources import open_source
+from tests import records
 from tests.processes import ROOT, Command, Process, Processes, find_free_port, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -63,9 +63,7 @@ def assert_equal(one: Path, other: Path) -> None:
 
 
 def events(folder: Path, node: int, event: str) -> list[dict[str, Any]]:
-    path = folder / f"island-{node}" / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for record in map(json.loads, lines) if record["event"] == event]
+    return records.events(folder / f"island-{node}", event)
 
 
 def wait_for_step(launched: Process, folder: Path, step: int, num_nodes: int = 3) -> None:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.clocks import FastClock
+
+if TYPE_CHECKING:
+    from tests.tcp_stores import KeptStore
+
+
+@pytest.fixture
+def store() -> KeptStore:
+    """Where nodes find each other, unless a file has another one."""
+    from tests.tcp_stores import KeptStore
+
+    return KeptStore()
 
 
 @pytest.fixture

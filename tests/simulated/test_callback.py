@@ -32,6 +32,7 @@ from hf_diloco.trainer import callback as callbacks
 from hf_diloco.trainer.arguments import check_launched
 from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model
+from tests.records import events
 from tests.trainers import second_island
 
 MAX_STEPS = 8
@@ -87,11 +88,6 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def losses(trainer: Trainer) -> dict[float, float]:
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [event for event in lines if event["event"] == kind]
 
 
 class At(TrainerCallback):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import threading
@@ -32,7 +31,7 @@ from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.transfers import Transfers
 from tests.clocks import AT_ONCE, LONG
-from tests.islands import run_islands, try_islands
+from tests.islands import count_files, run_islands, try_islands
 
 FP32 = CODECS["fp32"]
 KEY, OTHER_KEY = b"0123456789abcdef", b"another key of 26 bytes..."
@@ -575,15 +574,10 @@ def test_an_island_with_another_key_is_refused_by_the_others(num_islands: int, s
 @pytest.mark.usefixtures("impatient")
 def test_a_refusal_leaves_no_connection_open() -> None:
     in_mesh([KEY, OTHER_KEY])
-    before = count_open()
+    before = count_files()
     for _ in range(5):
         in_mesh([KEY, OTHER_KEY, KEY])
     deadline = time.monotonic() + AT_ONCE
-    while count_open() > before and time.monotonic() < deadline:
+    while count_files() > before and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert count_open() <= before
-
-
-def count_open() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    assert count_files() <= before

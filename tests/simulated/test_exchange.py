@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
-import os
 import re
 import shutil
 import threading
@@ -33,7 +31,7 @@ from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
-from tests.islands import run_islands, try_islands
+from tests.islands import count_open, run_islands, try_islands
 
 FP32 = CODECS["fp32"]
 CHUNK = 12  # divisible by 2, 3 and 4
@@ -653,12 +651,6 @@ def test_a_slow_store_does_not_stand_for_the_island_that_is_lost(
 def test_a_mesh_whose_islands_do_not_all_come_says_so() -> None:
     with pytest.raises(IslandLostError, match=r"could not connect.*within 0.5 s.*127\.0\.0\.1.*bind_address"):
         MeshExchange(Lane(HashStore(), "0", 0, 2, "127.0.0.1", 0.5))
-
-
-def count_open() -> tuple[int, int]:
-    """Open files and threads of this process."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def assert_nothing_left_open(before: tuple[int, int]) -> None:

@@ -49,11 +49,6 @@ def no_thread_is_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
 
 
-@pytest.fixture
-def store() -> KeptStore:
-    return KeptStore()
-
-
 class Node:
     """An optimizer of one vector, on a node whose gradients depend on the step and on where it is."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from hf_diloco.trainer.arguments import gossip_facts
 from hf_diloco.trainer.views import MeanView
 from hf_diloco.transport.base import Traffic
 from tests.islands import run_islands
+from tests.records import events
 from tests.small_model import Linear
 
 NUM_NODES, SIZES = 4, (4, 12, 8, 4)  # examples that each node evaluates
@@ -51,11 +51,6 @@ def trainer_of(
         optimizers=(callback.make_optimizer(model, args), None),
         callbacks=[callback],
     )
-
-
-def events(folder: Path, event: str) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
 def train_nodes(

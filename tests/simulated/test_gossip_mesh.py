@@ -44,11 +44,6 @@ T = TypeVar("T")
 Talk = Callable[[int, Neighbours], T]
 
 
-@pytest.fixture
-def store() -> KeptStore:
-    return KeptStore()
-
-
 def in_mesh(
     store: KeptStore, topology: Topology, talk: Callable[[int, MeshNeighbours], T], **settings: Any
 ) -> list[T]:

@@ -34,11 +34,6 @@ CODED = ["bf16", "fp16", "int8", "int4", "fp4"]
 T = TypeVar("T")
 
 
-@pytest.fixture
-def store() -> KeptStore:
-    return KeptStore()
-
-
 def values(node: int, step: int, size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(1000 * step + node))
 

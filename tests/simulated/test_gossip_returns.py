@@ -27,11 +27,6 @@ SIZE = 100
 LEAVER = 1
 
 
-@pytest.fixture
-def store() -> KeptStore:
-    return KeptStore()
-
-
 def taken(published: Published, node: int) -> torch.Tensor | None:
     payload, _ = published.pull(node)
     return None if payload is None else payload.view(torch.float32).clone()

@@ -23,11 +23,6 @@ LOCALHOST = "127.0.0.1"
 SHORT = 2.0
 
 
-@pytest.fixture
-def store() -> KeptStore:
-    return KeptStore()
-
-
 def join(store: KeptStore, node: int, **settings: Any) -> MeshNeighbours:
     client = store.client()
     timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}

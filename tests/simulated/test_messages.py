@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from hf_diloco.transport.base import Exchange, Lane, RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from tests.clocks import AT_ONCE, LONG
-from tests.islands import run_islands, try_islands
+from tests.islands import count_open, run_islands, try_islands
 
 FP32 = CODECS["fp32"]
 Opener = Callable[[int], Exchange]
@@ -209,12 +207,6 @@ def test_who_closes_while_it_waits_is_gone_for_the_others(awaited: str) -> None:
     assert isinstance(outcome, IslandLostError)
     assert outcome.islands == (0,)
     assert time.monotonic() - started < AT_ONCE
-
-
-def count_open() -> tuple[int, int]:
-    """Open files and threads of this process."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def test_who_waits_for_a_message_and_closes_leaves_nothing_open() -> None:

@@ -21,6 +21,7 @@ from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.train import train
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.progress import Progress
+from tests.records import events
 
 RUN: dict[str, Any] = {
     "model": {"config": {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}},  # dropout
@@ -68,11 +69,6 @@ def read_json(path: Path) -> dict[str, Any]:
     value = json.loads(path.read_text())
     assert isinstance(value, dict)
     return value
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == kind]
 
 
 def losses(folder: Path, kind: str = "train") -> list[tuple[int, float]]:

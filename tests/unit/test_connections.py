@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import socket
 import struct
 import threading
@@ -33,7 +31,7 @@ from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.transfers import Deadline, Transfers
 from tests.clocks import AT_ONCE, LONG
-from tests.islands import run_islands, try_islands
+from tests.islands import count_files, run_islands, try_islands
 from tests.tcp_stores import KeptStore
 
 KEY = b"0123456789abcdef"
@@ -240,20 +238,16 @@ def test_a_transfer_is_not_given_up_for_another_connection(monkeypatch: pytest.M
 
 
 def test_all_are_closed() -> None:
-    def count_open() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
     num_meetings = 5
     joined(2, 1, lambda end, links: None)
-    before = count_open()
+    before = count_files()
     for _ in range(num_meetings):
         joined(3, 4, lambda end, links: None)
     deadline = time.monotonic() + AT_ONCE
-    while count_open() > before and time.monotonic() < deadline:
+    while count_files() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     # A library may open a file of its own meanwhile; whatever stays open in each meeting would be as many as those.
-    assert count_open() < before + num_meetings
+    assert count_files() < before + num_meetings
 
 
 # The limit

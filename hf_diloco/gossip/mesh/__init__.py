@@ -381,6 +381,3 @@ class MeshNeighbours(Neighbours):
                 f"node sends in a step take {seconds:,.0f} s, but exchange_timeout is {self._exchange_timeout:g} s: "
                 "raise one of them, or choose a graph with fewer neighbours"
             )
-
-
-__all__ = ["MeshNeighbours"]
