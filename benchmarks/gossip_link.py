@@ -60,6 +60,7 @@ from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.utils.waiting import WaitNotes
 from tests.processes import Process, Processes
 
 TOPOLOGIES = ("ring", "one-peer-exponential", "symmetric-exponential")
@@ -193,8 +194,9 @@ def run_node(number: int, num_nodes: int, port: int, make: Callable[[int, int, V
     orders.get("joined")
     rendezvous = f"tcp://{Links.address(0)}:{PORT}"
     config = GossipConfig(num_nodes=num_nodes, node=number, rendezvous=rendezvous, join_timeout=TIMEOUT)
-    size = {"num_nodes": num_nodes}
-    node = make(number, num_nodes, meet(config, Credentials(), not number, f"node {number}", size, TIMEOUT).store)
+    size, notes = {"num_nodes": num_nodes}, WaitNotes(number, "node")
+    met = meet(config, Credentials(), not number, f"node {number}", size, TIMEOUT, notes)
+    node = make(number, num_nodes, met.store)
     orders.set(f"ready/{number}", "")
     for count in itertools.count():
         order = json.loads(orders.get(f"order/{count}"))

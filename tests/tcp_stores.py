@@ -13,6 +13,7 @@ from hf_diloco.store.rendezvous import GONE_SECONDS, StoreHost, url_of
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG
 from tests.processes import find_free_port
 
@@ -31,7 +32,9 @@ class Port:
 
     def enter(self, island: int, credentials: Credentials) -> Rendezvous:
         """Island 0 keeps the store for as long as somebody of this process has what this returns to it."""
-        return meet(self.config(), credentials, island == 0, f"island {island}", {"num_islands": 2}, LONG)
+        return meet(
+            self.config(), credentials, island == 0, f"island {island}", {"num_islands": 2}, LONG, WaitNotes(island)
+        )
 
     @property
     def bare(self) -> ObjectStore:

@@ -51,7 +51,7 @@ def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) ->
     )
 
 
-def read_configuration(path: Path, deepspeed: bool, fsdp: bool = False) -> dict[str, Any]:
+def read_configuration(path: Path, deepspeed: bool, fsdp: bool) -> dict[str, Any]:
     """A user's own accelerate configuration file.
 
     Raises:

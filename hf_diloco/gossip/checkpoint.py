@@ -57,7 +57,7 @@ def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None
     Raises:
         CheckpointError: the disk does not take it; on every rank.
     """
-    whole = index.model_copy(update={"files": record_files(checkpoint, ranks, [RECORD])})
+    whole = index.model_copy(update={"files": record_files(checkpoint, ranks, RECORD)})
 
     def write() -> None:
         with telling(checkpoint):

@@ -33,7 +33,7 @@ import re
 from hf_diloco.errors import ForgedError, PayloadError, StoreError
 from hf_diloco.membership.round_records import ABSTENTION, OutcomeRecord, PlanRecord, VoteRecord
 from hf_diloco.store.log import R, RunLog
-from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.clock import Clock
 
 MAX_ATTEMPTS = 100
 """Attempts of one round at most: their numbers have two digits."""
@@ -54,7 +54,7 @@ class Decisions:
         clock: by which it waits.
     """
 
-    def __init__(self, log: RunLog, island: int, clock: Clock = REAL) -> None:
+    def __init__(self, log: RunLog, island: int, clock: Clock) -> None:
         self._log = log
         self._island = island
         self._clock = clock

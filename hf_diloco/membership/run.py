@@ -52,7 +52,7 @@ def enter_run(
     parent: str,
     num_rounds: int | None,
     fingerprint: Facts,
-    clock: Clock = REAL,
+    clock: Clock,
 ) -> tuple[RunRecord, bool]:
     """Finds the run in the store, or begins one. `seal`: this island's, of any run.
 
@@ -207,7 +207,7 @@ def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
     )
 
 
-def check_welcome(members: Members, clock: Clock = REAL) -> None:
+def check_welcome(members: Members, clock: Clock) -> None:
     """Where islands have identities: makes sure that those that are there list this island's.
 
     Args:

@@ -26,7 +26,7 @@ from hf_diloco.membership.candidates import Candidates, Rules
 from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
 from hf_diloco.membership.round_records import ABSTENTION, OfferRecord, OutcomeRecord, VoteRecord, vote_path
 from hf_diloco.store.log import RunLog
-from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.clock import Clock
 from hf_diloco.utils.waiting import Wait
 
 
@@ -78,7 +78,7 @@ class Voting:
         island: int,
         rules: Rules,
         should_stop: Callable[[], bool],
-        clock: Clock = REAL,
+        clock: Clock,
     ) -> None:
         self._log = log
         self._decisions = decisions

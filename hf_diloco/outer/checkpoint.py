@@ -152,7 +152,7 @@ def save_outer(
     files = island.gather([file.model_dump() for file in parts_files])  # all have written before any old file goes
     island.on_leader(lambda: _forget_index(checkpoint))
     island.on_all(lambda: _give_names(checkpoint, parts_files))
-    everything = record_files(checkpoint, island, [RECORD]) if is_last else []
+    everything = record_files(checkpoint, island, RECORD) if is_last else []
     all_files = [OuterFile(**file) for rank in files for file in rank]
     whole = index.model_copy(update={"files": all_files, "checkpoint": everything})
     island.on_leader(lambda: _write_index(checkpoint, whole))

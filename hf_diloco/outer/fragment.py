@@ -35,7 +35,7 @@ class ScratchPool:
         is_locked: the masters are on a CUDA device: vectors are page-locked.
     """
 
-    def __init__(self, size: int, is_locked: bool = False) -> None:
+    def __init__(self, size: int, is_locked: bool) -> None:
         self.size = size
         self.is_locked = is_locked
         self._free: list[torch.Tensor] = []

@@ -10,7 +10,7 @@ import logging
 import re
 import shutil
 import socket
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -50,22 +50,21 @@ class FileRecord(BaseModel):
     elsewhere: bool = False
 
 
-def record_files(checkpoint: Path, ranks: IslandGroup, leave_out: Iterable[str] = ()) -> list[FileRecord]:
+def record_files(checkpoint: Path, ranks: IslandGroup, record: str) -> list[FileRecord]:
     """Flushes every file of a checkpoint to the disk and takes its size and digest. Collective over the ranks.
 
     Args:
         checkpoint: the folder.
         ranks: who share the work.
-        leave_out: names of files that are not part of it.
+        record: the file that is written last, which is none of them.
 
     Raises:
         CheckpointError: a file cannot be flushed or read; on every rank.
     """
-    skipped = set(leave_out)
 
     def look() -> dict[str, int]:
         with telling(checkpoint):
-            return {name: size for name, size in _sizes(checkpoint).items() if name not in skipped}
+            return {name: size for name, size in _sizes(checkpoint).items() if name != record}
 
     seen = _share_seen(ranks.on_all(look), ranks)
     mine = _share_out(seen)[ranks.rank]

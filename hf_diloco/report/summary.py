@@ -191,7 +191,7 @@ def find_warnings(
     islands: Sequence[IslandReport],
     missing: Sequence[int],
     rounds: Sequence[RoundReport],
-    is_live: bool = False,
+    is_live: bool,
 ) -> Iterator[str]:
     """Yields one sentence a finding, the gravest first."""
     yield from _unequal_hashes(rounds)

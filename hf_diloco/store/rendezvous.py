@@ -160,19 +160,19 @@ def address_towards(rendezvous: str) -> str:
     return local_address(*split_tcp_url(rendezvous))
 
 
-def find_store(config: Place, notes: WaitNotes | None = None) -> None:
+def find_store(config: Place, notes: WaitNotes) -> None:
     """Knocks until island 0 answers. A name service that is not there yet is waited for, too.
 
     Args:
         config: where to meet.
-        notes: say for whom this waits; default: nothing is said.
+        notes: say for whom this waits.
 
     Raises:
         RendezvousError: nobody answers within `join_timeout`, or traffic would cross a public network.
     """
     host, port = _checked(config)
     deadline = time.monotonic() + config.join_timeout
-    wait = notes.begin(config.join_timeout, where=config.rendezvous) if notes else None
+    wait = notes.begin(config.join_timeout, where=config.rendezvous)
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
@@ -188,8 +188,7 @@ def find_store(config: Place, notes: WaitNotes | None = None) -> None:
                     f"nobody answers at {config.rendezvous} after {config.join_timeout:g} s (join_timeout): "
                     f"{error.strerror or error}. Is island 0 running there, and does its firewall let this machine in?"
                 ) from None
-            if wait:
-                wait.look([0], str(error.strerror or error))
+            wait.look([0], str(error.strerror or error))
         time.sleep(_RETRY_SECONDS)
 
 

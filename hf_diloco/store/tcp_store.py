@@ -68,7 +68,7 @@ def meet(
     who: str,
     size: Mapping[str, int],
     silent_for: float,
-    notes: WaitNotes | None = None,
+    notes: WaitNotes,
 ) -> Rendezvous:
     """Connects to the rendezvous; on the rank that `is_host` also opens it, for as long as that keeps the store.
 
@@ -79,7 +79,7 @@ def meet(
         who: this island, for messages.
         size: how many take part, by the setting that says so.
         silent_for: seconds without an answer until the store counts as gone; a process may stand still for some.
-        notes: say for whom this waits; default: nothing is said.
+        notes: say for whom this waits.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, nobody answers within `join_timeout`, or traffic

@@ -350,7 +350,7 @@ class OuterLoop(HasOuterWeights):
         self._speed.restart()
         self._update_progress(state="training")
 
-    def _try_advance(self, is_last: bool = False) -> SyncReport | None:
+    def _try_advance(self, is_last: bool) -> SyncReport | None:
         try:
             reports = self._need_session().advance(is_last)
         except StopRequested:

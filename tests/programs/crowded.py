@@ -23,6 +23,7 @@ from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.mesh import MeshExchange
+from hf_diloco.utils.waiting import WaitNotes
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 logging.basicConfig()
@@ -31,7 +32,10 @@ connected, go_on = threading.Barrier(3), threading.Event()
 
 def island(number: int) -> None:
     config = DiLoCoConfig(island=number, num_islands=2, rendezvous=f"tcp://127.0.0.1:{sys.argv[1]}")
-    store, _, address, _ = meet(config, Credentials(), number == 0, f"island {number}", {"num_islands": 2}, 60.0)
+    notes = WaitNotes(number)
+    store, _, address, _ = meet(
+        config, Credentials(), number == 0, f"island {number}", {"num_islands": 2}, 60.0, notes
+    )
     mesh = MeshExchange(Lane(store, "lane", number, 2, address, 60))
     connected.wait(60)
     go_on.wait(120)

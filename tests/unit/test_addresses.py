@@ -18,6 +18,7 @@ from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.open import MeshTransport
 from hf_diloco.utils.urls import check_specific, is_loopback, is_public
+from hf_diloco.utils.waiting import WaitNotes
 from tests.processes import find_free_port
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,7 @@ def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch:
             who="island 0",
             size={"num_islands": 1},
             silent_for=1.0,
+            notes=WaitNotes(0),
         )
 
 

@@ -40,6 +40,7 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import Rendezvous, meet
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.utils.threads import call_within
+from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG, FastClock
 from tests.fixed_runs import CountingObjects, Jittery, convene, offer_of, unanimity, vote
 from tests.islands import run_islands, try_islands
@@ -602,7 +603,7 @@ def settings_for(url: str, island: int = 1, **more: Any) -> DiLoCoConfig:
 
 def connect(config: DiLoCoConfig, is_host: bool) -> Rendezvous:
     size = {"num_islands": config.num_islands}
-    return meet(config, Credentials(), is_host, f"island {config.island}", size, LONG)
+    return meet(config, Credentials(), is_host, f"island {config.island}", size, LONG, WaitNotes(config.island))
 
 
 @pytest.fixture

@@ -176,10 +176,10 @@ class DataPositionCallback(TrainerCallback):
     Args:
         stream: the training data; rank 0 of the island reads it for all its ranks.
         restore_random_state: called once before the first step after resuming with `ignore_data_skip`: there the
-            Trainer restores its random state before it makes the data loader, which draws a number.
+            Trainer restores its random state before it makes the data loader, which draws a number. None: nothing.
     """
 
-    def __init__(self, stream: PackedStream, restore_random_state: Callable[[], None] | None = None) -> None:
+    def __init__(self, stream: PackedStream, restore_random_state: Callable[[], None] | None) -> None:
         self.stream = stream
         self._restore_random_state = restore_random_state
         self._first_step = 0

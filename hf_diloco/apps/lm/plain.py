@@ -119,7 +119,7 @@ class PlainCallback(RunCallback[Record]):
             self._record.write("eval", state.global_step, weights="inner", **floats(metrics))
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
-        files = [file.model_dump() for file in record_files(checkpoint, self._ranks, [_FILES])]
+        files = [file.model_dump() for file in record_files(checkpoint, self._ranks, _FILES)]
 
         def write() -> None:
             with telling(checkpoint):
