@@ -163,7 +163,8 @@ class Decisions:
             return known.model_copy(update={"by": self._island})
         beside = self._log.list(attempt.rpartition("/")[0])
         reason = f"{attempt}/{_OUTCOMES[0]} is damaged"
-        if any(self._has_plan(path) for path in beside if path > f"{attempt}/~" and path.endswith("/plan.json")):
+        plans = (path for path in beside if path > f"{attempt}/~" and path.endswith("/plan.json"))
+        if any(self._log.read_or_refuse(path, PlanRecord) for path in plans):
             return self._abort(f"{reason}, and a later attempt has a plan")
         if wish.kind == "abort":
             votes = (path for path in beside if path.startswith(f"{attempt}/votes/"))
@@ -198,9 +199,6 @@ class Decisions:
         """Whether somebody may have committed by it; of what cannot be read nobody knows."""
         found = self._log.read_or_refuse(path, VoteRecord)
         return found is None or found.mean != ABSTENTION
-
-    def _has_plan(self, path: str) -> bool:
-        return self._log.read_or_refuse(path, PlanRecord) is not None
 
     def _abort(self, reason: str) -> OutcomeRecord:
         return OutcomeRecord(by=self._island, kind="abort", reason=reason)

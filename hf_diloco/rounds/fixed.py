@@ -147,7 +147,9 @@ class FixedSession(BaseSession):
                 [(part, choose_partition(part, self.island, layouts, block_values)) for part in self._cut(shards)],
             )
             self._show_standing()
-            self.island.on_all(self._open_lanes)
+            self.island.on_all(
+                lambda: self._exchanges.extend(map(self.transport.open, self.outer.current.partition.lanes))
+            )
             if self.outer.buffers == "average":
                 self._rounds.buffers = [
                     choose_partition(BufferShards(shards, name), self.island, layouts, block_values)
@@ -175,10 +177,6 @@ class FixedSession(BaseSession):
         compare_facts([record.fingerprint for record in records])
         check_folders({island: (record.host, record.folder) for island, record in enumerate(records)})
         return records
-
-    def _open_lanes(self) -> None:
-        for lane in self.outer.current.partition.lanes:
-            self._exchanges.append(self.transport.open(lane))
 
     def _agree_on_start(self, resumed: bool) -> bool:
         """All islands stand at one round with equal outer parameters, or island 0 sends its own to all."""

@@ -17,7 +17,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
@@ -220,7 +220,7 @@ class Rounds(ABC):
         if stats is None or not self.commit(plan, own, mean, stats.digest):
             return None
         took_part = own.part is Part.WHOLE and self.config.island in plan.participants
-        with own.clock.counts("stepping" if own.is_begun else "applying"), self.progress(plan, own):
+        with nullcontext() if own.is_begun else own.clock.counts("applying"), self.progress(plan, own):
             self.outer.step(plan.number, mean, took_part, plan.rates, self.island)
         return self._report(plan, own, stats)
 
@@ -327,17 +327,16 @@ class SyncClock:
         waiting: for other islands.
         exchanging: moving and averaging pseudo-gradients.
         applying: what training waits for beside: the masters, the outer step.
-        stepping: the same behind inner steps.
         traffic: of this rank.
     """
 
     def __init__(self, last_end: float | None = None) -> None:
         self.computing = 0.0 if last_end is None else time.monotonic() - last_end
-        self.waiting = self.exchanging = self.applying = self.stepping = 0.0
+        self.waiting = self.exchanging = self.applying = 0.0
         self.traffic = Traffic()
 
     @contextmanager
-    def counts(self, what: Literal["waiting", "exchanging", "applying", "stepping"]) -> Iterator[None]:
+    def counts(self, what: Literal["waiting", "exchanging", "applying"]) -> Iterator[None]:
         """Counts what is done within."""
         begun = time.monotonic()
         try:

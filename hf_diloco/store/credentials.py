@@ -162,14 +162,11 @@ def load_key(key_file: Path | None) -> bytes:
         ConfigError: the file cannot be read, or others on this machine can read it, or the key is too short.
     """
     if key_file is not None:
-        return _checked(_first_line(key_file), f"key_file={key_file}")
+        remedy = "Put the run's key there (hf-diloco keys make --shared)"
+        lines = _read_secret(key_file, "key_file", remedy).splitlines()
+        return _checked(lines[0].strip() if lines else b"", f"key_file={key_file}")
     value = os.environ.get(ENV_KEY, "").strip()
     return _checked(value.encode(errors="surrogateescape"), ENV_KEY) if value else b""
-
-
-def _first_line(path: Path) -> bytes:
-    lines = _read_secret(path, "key_file", "Put the run's key there (hf-diloco keys make --shared)").splitlines()
-    return lines[0].strip() if lines else b""
 
 
 def _read_secret(path: Path, setting: str, remedy: str) -> bytes:

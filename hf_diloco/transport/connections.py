@@ -224,7 +224,12 @@ class Connections:
                 position = self._waiter.position
                 if position == suspect:
                     raise self.lost(works[position].peer, "its connection broke") from None
-                suspect = position if position < len(works) and self._is_held_up(works[position]) else None
+                # Not if another connection to the peer has broken: one over which nothing comes ends before those that
+                # yet deliver what the peer sent before it left.
+                is_held_up = position < len(works) and self._is_broken(
+                    works[position].peer, works[position].connection
+                )
+                suspect = position if is_held_up else None
                 if meanwhile:
                     meanwhile()
                 continue
@@ -232,11 +237,6 @@ class Connections:
                 works.clear()  # the error's traceback would keep them, and they the sockets
                 raise self.lost(*failure)
             return
-
-    def _is_held_up(self, work: Work) -> bool:
-        """Not if another connection to the peer has broken: one over which nothing comes ends before those that yet
-        deliver what the peer sent before it left."""
-        return self._is_broken(work.peer, work.connection)
 
     def _is_broken(self, peer: int, connection: int) -> bool:
         """A receive cannot be posted on a broken connection; on one that stands it waits for nothing."""
