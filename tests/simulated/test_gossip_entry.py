@@ -34,7 +34,7 @@ from hf_diloco.trainer.gossip_start import make_fingerprint
 from hf_diloco.utils.threads import call_within
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
-from tests.gossip_meshes import join, members_of, talk_together
+from tests.gossip_meshes import LOCALHOST, join, members_of, talk_together
 from tests.islands import run_islands, try_islands
 from tests.processes import find_free_port
 from tests.small_model import Linear
@@ -42,7 +42,6 @@ from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread", "compiled_averages")
 
-LOCALHOST = "127.0.0.1"
 SIZE = 64
 N = TypeVar("N", bound=Neighbours)
 
@@ -73,13 +72,10 @@ class Ring:
         return Board(self.client(), "gossip")
 
     def join(self, node: int) -> MeshNeighbours:
-        client = self.client()
-        neighbours = MeshNeighbours(
-            client,
+        neighbours = join(
+            self._store,
             self.topology,
             node,
-            LOCALHOST,
-            members_of(client, node),
             connect_timeout=self._connect_timeout,
             exchange_timeout=self._timeout,
             notes=WaitNotes(node, "node", first=0.2, every=0.2),

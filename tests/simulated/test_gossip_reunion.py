@@ -18,13 +18,12 @@ from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.store.rendezvous import GONE_SECONDS
 from hf_diloco.transport import meeting
 from tests.clocks import LONG
-from tests.gossip_meshes import members_of
+from tests.gossip_meshes import join
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LOCALHOST = "127.0.0.1"
 SIZE = 64
 
 
@@ -50,18 +49,8 @@ class Nodes:
         self._joined: dict[int, MeshNeighbours] = {}
 
     def join(self, node: int) -> MeshNeighbours:
-        client = self._store.client()
-        neighbours = MeshNeighbours(
-            client,
-            self.topology,
-            node,
-            LOCALHOST,
-            members_of(client, node),
-            connect_timeout=LONG,
-            exchange_timeout=LONG,
-        )
-        self._joined[node] = neighbours
-        return neighbours
+        self._joined[node] = join(self._store, self.topology, node)
+        return self._joined[node]
 
     def run(self, live: Callable[[int], MeshNeighbours]) -> None:
         """`live` takes a node to the end; none leaves before all are there."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from hf_diloco.errors import IslandLostError, PayloadError
-from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.average import MAX_ATTEMPTS, GroupAverage
 from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.store import Board
@@ -24,13 +23,12 @@ from hf_diloco.transport.base import Lane, RateLimit, Traffic
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG
-from tests.gossip_meshes import members_of
+from tests.gossip_meshes import LOCALHOST, join
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread", "compiled_averages")
 
-LOCALHOST = "127.0.0.1"
 SHORT = 3.0
 NUM_NODES, STOPPED, AHEAD = 4, 3, 1
 """Node 1 has two neighbours, 0 and 2, and so has node 3."""
@@ -66,16 +64,7 @@ def test_others_keep_the_mean_and_each_other(monkeypatch: pytest.MonkeyPatch) ->
     have_ended = threading.Barrier(NUM_NODES)
 
     def run(node: int) -> tuple[float, tuple[int, ...], set[int]]:
-        client = store.client()
-        neighbours = MeshNeighbours(
-            client,
-            make_topology("ring", NUM_NODES),
-            node,
-            LOCALHOST,
-            members_of(client, node),
-            connect_timeout=LONG,
-            exchange_timeout=SHORT,
-        )
+        neighbours = join(store, make_topology("ring", NUM_NODES), node, exchange_timeout=SHORT)
         x, out = torch.full((8,), float(node)), torch.empty(8)
         with suppress(Stopped):
             neighbours.average(x)

@@ -12,25 +12,19 @@ from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.utils.waiting import WaitNotes
+from tests import gossip_meshes
 from tests.clocks import LONG
-from tests.gossip_meshes import members_of
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LOCALHOST = "127.0.0.1"
 SHORT = 2.0
 
 
 def join(store: KeptStore, node: int, **settings: Any) -> MeshNeighbours:
-    client = store.client()
-    timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
     notes = WaitNotes(node, "node", first=0.2, every=0.2)
-    topology = make_topology("ring", 2)
-    return MeshNeighbours(
-        client, topology, node, LOCALHOST, members_of(client, node), notes=notes, **{**timeouts, **settings}
-    )
+    return gossip_meshes.join(store, make_topology("ring", 2), node, notes=notes, **settings)
 
 
 def test_a_node_that_is_alone_says_for_whom_it_waits(store: KeptStore, caplog: pytest.LogCaptureFixture) -> None:
