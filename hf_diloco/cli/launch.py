@@ -30,6 +30,7 @@ from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, LogFollower, Outcome, U
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.report.progress import Progress, read_progress
+from hf_diloco.utils.files import PROGRESS_FILE, STOP_FILE
 from hf_diloco.utils.redact import redact_text
 
 POLL = 0.1  # seconds
@@ -74,7 +75,7 @@ class Island:
             with ExitStack() as stack:
                 log = stack.enter_context(self.log_path.open("a", encoding="utf-8", errors="backslashreplace"))
                 self._lock(log.fileno())
-                for stale in ("progress.json", "stop"):  # of an earlier start
+                for stale in (PROGRESS_FILE, STOP_FILE):  # of an earlier start
                     (plan.folder / stale).unlink(missing_ok=True)
                 for path, text in plan.files.items():
                     path.write_text(text, encoding="utf-8")
@@ -130,7 +131,7 @@ class Island:
     @property
     def progress(self) -> Progress:
         """Its own account of where it stands; parsed again only after a change."""
-        path = self._folder / "progress.json"
+        path = self._folder / PROGRESS_FILE
         with suppress(OSError):
             changed = path.stat().st_mtime_ns
             if changed != self._progress[0]:
@@ -139,7 +140,7 @@ class Island:
 
     def ask_to_stop(self) -> bool:
         """Asks it to finish the step, write a checkpoint and end; False where its folder takes no file."""
-        stop = self._folder / "stop"
+        stop = self._folder / STOP_FILE
         try:
             stop.touch()
             self._asked_to_stop_at = stop.stat().st_mtime  # by the clock of the file system, as the checkpoint's

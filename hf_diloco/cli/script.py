@@ -23,6 +23,7 @@ from hf_diloco.cli.run import print_commands, print_failures, run_islands
 from hf_diloco.config.base import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.files import PROGRESS_FILE
 from hf_diloco.utils.urls import check_between_processes, is_object_store
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
@@ -52,7 +53,7 @@ def run_script(plan: Plan, *, grace: float, dry_run: bool) -> int:
     alone = " (--islands 2 starts two)" if plan.num_islands == 1 else ""
     result = run_islands(plan, plan.describe(alone), out, grace)
     print_failures(result, err)
-    if result.exit_code == FINISHED and any(plan.folder.glob("island-*/progress.json")):
+    if result.exit_code == FINISHED and any(plan.folder.glob(f"island-*/{PROGRESS_FILE}")):
         out.print(f"its figures: hf-diloco report {plan.folder}", soft_wrap=True, highlight=False)
     return result.exit_code
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.report import Report, Run, load_run, summarise
 from hf_diloco.report.progress import Progress, read_progress
-from hf_diloco.report.read import METRICS
 from hf_diloco.status.models import RunStatus
 from hf_diloco.status.observer import Observer, observe
+from hf_diloco.utils.files import METRICS_FILE, PROGRESS_FILE, SUMMARY_FILE
 from hf_diloco.utils.urls import is_object_store
 
-PROGRESS = "progress.json"
 NUM_ROUNDS = 100  # of the last ones, read from a store
 
 Signature = frozenset[tuple[str, int, int]]
@@ -99,7 +98,7 @@ class Source:
             if self._url is None and run.rendezvous and is_object_store(run.rendezvous):
                 self._url = run.rendezvous
         assert self._last.run is not None
-        found = {island.island: _now(island.folder / PROGRESS) for island in self._last.run.islands}
+        found = {island.island: _now(island.folder / PROGRESS_FILE) for island in self._last.run.islands}
         now = {number: entry for number, entry in found.items() if entry is not None}
         self._last = replace(self._last, now=now)
 
@@ -122,11 +121,13 @@ def _now(path: Path) -> Now | None:
 
 def _signature(folder: Path, run: Run | None) -> Signature:
     """Changes when a record does, or what is told beside it; `run` is what was found before."""
-    files = [*folder.glob(f"island-*/{METRICS}"), *folder.glob("island-*/summary.json")]
-    files += [folder / METRICS, folder / "model"]
+    files = [*folder.glob(f"island-*/{METRICS_FILE}"), *folder.glob(f"island-*/{SUMMARY_FILE}")]
+    files += [folder / METRICS_FILE, folder / "model"]
     for island in run.islands if run else ():
         files.append(island.record)
-        progress = island.folder / PROGRESS  # says where a script keeps its record, and at last how the island ended
+        progress = (
+            island.folder / PROGRESS_FILE
+        )  # says where a script keeps its record, and at last how the island ended
         if not island.sections or read_progress(progress).is_ending:
             files.append(progress)
     found = [(str(file), file.stat()) for file in files if file.exists()]

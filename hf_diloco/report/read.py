@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.report.records import AnyRecord, Eval, Mix, Record, Start, Sync, parse_line
-from hf_diloco.utils.files import read_json
+from hf_diloco.utils.files import METRICS_FILE, PROGRESS_FILE, SUMMARY_FILE, read_json
 from hf_diloco.utils.redact import redact
 
-METRICS = "metrics.jsonl"
 _ISLAND_FOLDER = re.compile(r"island-(\d{1,9})")
 _R = TypeVar("_R", bound=Record)
 
@@ -116,7 +115,7 @@ def load_run(path: str | Path) -> Run:
         model = folder / "model"
         settings = redact(read_json(folder / "run.json"))
         return Run(folder.resolve().name, folder, tuple(islands), settings, model if model.is_dir() else None)
-    if (folder / METRICS).is_file():
+    if (folder / METRICS_FILE).is_file():
         return _single_island(folder)
     raise ConfigError(_not_a_run(folder))
 
@@ -144,21 +143,21 @@ def _not_a_run(folder: Path) -> str:
     if (folder / "run.json").is_file():
         return f"{folder} holds no island's record yet: the run has not begun to train; try again when it has"
     return (
-        f"{folder} is not a run folder: it holds neither island-0, island-1, ... nor {METRICS}; "
+        f"{folder} is not a run folder: it holds neither island-0, island-1, ... nor {METRICS_FILE}; "
         "give the folder that the run wrote, such as runs/NAME"
     )
 
 
 def _read_island(folder: Path, number: int | None) -> IslandRun:
-    progress, summary = read_json(folder / "progress.json"), read_json(folder / "summary.json")
-    path = folder / METRICS
+    progress, summary = read_json(folder / PROGRESS_FILE), read_json(folder / SUMMARY_FILE)
+    path = folder / METRICS_FILE
     records, num_bad_lines = _read_records(path)
     elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
     if isinstance(elsewhere, str) and not records:
         with suppress(ConfigError):  # the path may mean something on another machine
-            found, num_bad = _read_records(Path(elsewhere) / METRICS)
+            found, num_bad = _read_records(Path(elsewhere) / METRICS_FILE)
             if _was_launched_in(folder, found):
-                path, records, num_bad_lines = Path(elsewhere) / METRICS, found, num_bad
+                path, records, num_bad_lines = Path(elsewhere) / METRICS_FILE, found, num_bad
     sections = tuple(Section(tuple(part)) for part in _split(records))
     if number is None:  # a folder of another name: the record says which island it is
         number = next((s.start.island for s in sections if s.start and s.start.island is not None), 0)

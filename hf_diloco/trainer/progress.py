@@ -13,12 +13,11 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco.config.base import ENV_FOLDER
-from hf_diloco.utils.files import try_write_json
+from hf_diloco.utils.files import PROGRESS_FILE, try_write_json
 from hf_diloco.utils.redact import redact
 
 logger = logging.getLogger("hf_diloco")
 
-PROGRESS_FILE = "progress.json"
 SECONDS_BETWEEN_WRITES = 0.25
 _STEPS_OF_RATE = 20
 _URGENT = ("state", "message", "can_stop")

@@ -20,7 +20,7 @@ from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.progress import launchers_folder
 from hf_diloco.transport.base import Traffic
-from hf_diloco.utils.files import finite
+from hf_diloco.utils.files import METRICS_FILE, finite
 from hf_diloco.utils.text import plural
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Record:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / "metrics.jsonl"
+        self._path = None if folder is None else folder / METRICS_FILE
         self._file: FileIO | None = None
         self._waiting = b""
         self._is_failing = False

@@ -15,9 +15,7 @@ import torch.distributed as dist
 
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.progress import launchers_folder
-
-STOP_FILE = "stop"
-"""In an island's folder: asks it for a checkpoint and an end."""
+from hf_diloco.utils.files import STOP_FILE
 
 
 def launchers_stop_file() -> Path | None:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
+from hf_diloco.errors import ExchangeError
 from hf_diloco.sealing.channel import ISLANDS, Parties
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.utils.clock import REAL, Clock
@@ -88,6 +89,15 @@ class RateLimit:
         if self.bytes_per_second is None:
             return 0.0
         return max(0.0, num_bytes / self.bytes_per_second - BURST_SECONDS)
+
+    def check(self, num_bytes: int, what: str, timeout: float, otherwise: str) -> None:
+        """Raises `ExchangeError` if bytes that must be gone within `timeout` seconds take longer at this rate."""
+        seconds = self.seconds(num_bytes)
+        if self.bytes_per_second and seconds > timeout:
+            raise ExchangeError(
+                f"at rate_limit ({self.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this {what} take "
+                f"{seconds:,.0f} s, but exchange_timeout is {timeout:g} s: raise one of them, or {otherwise}"
+            )
 
 
 @dataclass(frozen=True)

@@ -180,15 +180,12 @@ class MeshExchange(Exchange):
 
     def _check_rate(self, num_bytes: int) -> None:
         """Closes, and raises, if the rate limit alone takes longer than an exchange may."""
-        seconds = self._rate_limit.seconds(num_bytes)
-        if seconds <= self._timeout:
-            return
-        self.close()
-        raise ExchangeError(
-            f"at rate_limit ({self._rate_limit.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this "
-            f"process sends in an exchange take {seconds:,.0f} s, but exchange_timeout is {self._timeout:g} s: raise "
-            "one of them, or choose a payload of fewer bits"
-        )
+        what, otherwise = "process sends in an exchange", "choose a payload of fewer bits"
+        try:
+            self._rate_limit.check(num_bytes, what, self._timeout, otherwise)
+        except ExchangeError:
+            self.close()
+            raise
 
     # One chunk's way: scatter, reduce, finish.
 

@@ -16,6 +16,12 @@ from typing import Any
 
 from hf_diloco.errors import CheckpointError
 
+METRICS_FILE = "metrics.jsonl"
+PROGRESS_FILE = "progress.json"
+STOP_FILE = "stop"
+SUMMARY_FILE = "summary.json"
+"""What lies in an island's folder: its record, where it stands, a wish that it ends, and how it ended."""
+
 _WRITE_FAILURE = re.compile(
     r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not"
 )

@@ -11,7 +11,7 @@ import pytest
 
 from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.report import load_run, summarise
-from hf_diloco.trainer.stop import STOP_FILE
+from hf_diloco.utils.files import STOP_FILE
 from tests.processes import ROOT, Processes, run
 
 pytestmark = pytest.mark.distributed

@@ -16,7 +16,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report.progress import read_progress
 from hf_diloco.rounds.open import open_session
-from hf_diloco.trainer.stop import STOP_FILE
+from hf_diloco.utils.files import STOP_FILE
 from tests.distributed.torchrun import torchrun
 from tests.islands import Beside, interrupted_after
 from tests.loops import make_loop

@@ -12,7 +12,7 @@ from hf_diloco.apps.common.process import STOPPED
 from hf_diloco.apps.common.simulation import train_together
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.gossip.threads import Turns
-from hf_diloco.trainer.stop import STOP_FILE
+from hf_diloco.utils.files import STOP_FILE
 from tests.clocks import AT_ONCE, LONG
 from tests.processes import ROOT, Processes
 

@@ -14,7 +14,7 @@ from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report.island import IslandReport, summarise_island
 from hf_diloco.report.read import load_run
-from hf_diloco.utils.files import try_write_json
+from hf_diloco.utils.files import SUMMARY_FILE, try_write_json
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -96,6 +96,6 @@ def write_summary(
         "seconds_exchanging": figures.seconds.exchanging if figures.seconds else None,
         **more(figures),
     }
-    if problem := try_write_json(run.island_folder() / "summary.json", summary):
+    if problem := try_write_json(run.island_folder() / SUMMARY_FILE, summary):
         logger.warning("%s: `hf-diloco report` computes the same from metrics.jsonl", problem)
     return summary

@@ -19,7 +19,7 @@ from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
 from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.extras import installed_version
-from hf_diloco.utils.files import read_json, write_json
+from hf_diloco.utils.files import STOP_FILE, read_json, write_json
 from hf_diloco.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -179,8 +179,6 @@ def _prepare_folder(run: BaseRun) -> None:
     Raises:
         ConfigError: it cannot be made.
     """
-    from hf_diloco.trainer.stop import STOP_FILE
-
     folder = run.island_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

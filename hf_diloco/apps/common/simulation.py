@@ -12,7 +12,7 @@ from types import FrameType
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.process import STOPPED
 from hf_diloco.gossip.threads import Turns
-from hf_diloco.trainer.stop import STOP_FILE
+from hf_diloco.utils.files import STOP_FILE
 
 LONGEST_WAIT = 7 * 24 * 3600.0
 """Seconds. One of them computes at a time, and the others wait for it."""

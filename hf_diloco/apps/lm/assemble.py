@@ -31,7 +31,7 @@ from hf_diloco.optimizers import callbacks_of, make_optimizer
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.callback import DiLoCoCallback
 from hf_diloco.trainer.progress import Progress, RunFilesCallback
-from hf_diloco.trainer.stop import STOP_FILE
+from hf_diloco.utils.files import STOP_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments

@@ -25,7 +25,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.gossip_callback import GossipCallback
 from hf_diloco.trainer.progress import Progress, RunFilesCallback
-from hf_diloco.trainer.stop import STOP_FILE
+from hf_diloco.utils.files import STOP_FILE
 
 VisionNode: TypeAlias = Assembled[VisionRun, GossipCallback, ImageData]
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from hf_diloco.errors import ConfigError, DiLoCoError, ExchangeError, IslandLostError
+from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.mesh.average import GroupAverage
 from hf_diloco.gossip.mesh.edges import Endpoint, edge_peers
@@ -143,7 +143,9 @@ class MeshNeighbours(Neighbours):
         return self.swap(pieces)
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
-        self._check_rate(pieces)
+        num_bytes = sum(sum(piece.bytes_to.values()) for piece in pieces)
+        what, otherwise = "node sends in a step", "choose a graph with fewer neighbours"
+        self._endpoint.rate_limit.check(num_bytes, what, self._exchange_timeout, otherwise)
         has_company = any(piece.bytes_to or piece.bytes_from for piece in pieces)
         if has_company:
             self._check_company()
@@ -369,15 +371,3 @@ class MeshNeighbours(Neighbours):
             f"Start node {self.node} again, alone, by the same command: it returns to the nodes that go on. Start all "
             "nodes again only if none does"
         )
-
-    def _check_rate(self, pieces: Sequence[Piece]) -> None:
-        """Raises `ExchangeError` if the rate limit alone takes longer than an exchange may."""
-        num_bytes = sum(sum(piece.bytes_to.values()) for piece in pieces)
-        limit = self._endpoint.rate_limit
-        seconds = limit.seconds(num_bytes)
-        if seconds > self._exchange_timeout:
-            raise ExchangeError(
-                f"at rate_limit ({limit.bytes_per_second:,.0f} bytes/s) the {num_bytes:,} bytes that this "
-                f"node sends in a step take {seconds:,.0f} s, but exchange_timeout is {self._exchange_timeout:g} s: "
-                "raise one of them, or choose a graph with fewer neighbours"
-            )
