@@ -125,9 +125,7 @@ def _signature(folder: Path, run: Run | None) -> Signature:
     files += [folder / METRICS_FILE, folder / "model"]
     for island in run.islands if run else ():
         files.append(island.record)
-        progress = (
-            island.folder / PROGRESS_FILE
-        )  # says where a script keeps its record, and at last how the island ended
+        progress = island.folder / PROGRESS_FILE  # says where a script's record is, and at last how the island ended
         if not island.sections or read_progress(progress).is_ending:
             files.append(progress)
     found = [(str(file), file.stat()) for file in files if file.exists()]
