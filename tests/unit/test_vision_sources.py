@@ -162,7 +162,7 @@ def test_hub_layout_without_a_split_to_evaluate_on(tmp_path: Path) -> None:
         ({"image_column": "img"}, r"data.image_column: .* has no column 'img' \(it has image, label\)"),
         ({"label_column": "fine_label"}, r"data.label_column: .* has no column 'fine_label'"),
         ({"eval_split": "valid"}, "split valid"),
-        ({"label_column": "image"}, "must hold words or numbers"),
+        ({"label_column": "image"}, "must hold words, or numbers from 0"),
         ({"eval_split": "test"}, r"the classes \['yak'\], which the training split lacks"),
     ],
 )
@@ -177,6 +177,13 @@ def test_a_column_of_numbers_holds_no_images(tmp_path: Path) -> None:
     write_parquet(tmp_path, "train", [0, 1] * 5, Value("int64"))
     with pytest.raises(ConfigError, match=r"image_column: 'label' of .* holds no images"):
         open_source(ImageDataBlock(source="hub", path=str(tmp_path), image_column="label"))
+
+
+@pytest.mark.parametrize("number", [-1, 10**15])
+def test_numbers_of_no_class_are_told(number: int, tmp_path: Path) -> None:
+    write_parquet(tmp_path, "train", [0, number] * 5, Value("int64"))
+    with pytest.raises(ConfigError, match=rf"label_column: 'label' must hold .*numbers from .*{number:,}"):
+        open_source(ImageDataBlock(source="hub", path=str(tmp_path)))
 
 
 def test_a_dataset_that_is_not_there_is_named() -> None:

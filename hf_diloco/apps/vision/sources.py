@@ -28,6 +28,7 @@ _EVAL_SPLITS = ("validation", "test")  # of a folder; the first that is there
 
 # of the idx format of MNIST, Fashion-MNIST and EMNIST (yann.lecun.com/exdb/mnist), plain or compressed with gzip
 _UNSIGNED_BYTE = 0x08  # the only type of element that image sets use
+_MAX_CLASSES = 1 << 20  # of larger numbers some other column is made, as of ids
 _MAX_DEFLATE_RATIO = 1032  # zlib.net/zlib_tech.html: no file expands further
 _REMEDY = "download it again, or give the right folder as data.path"
 
@@ -200,9 +201,13 @@ def _label_names(dataset: Dataset, column: str) -> list[str]:
     values = _column(dataset, column)
     if all(isinstance(value, str) for value in values):
         return sorted(set(values))
-    if all(isinstance(value, int) and not isinstance(value, bool) for value in values) and values:
+    are_numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+    if are_numbers and values and min(values) >= 0 and max(values) < _MAX_CLASSES:
         return [str(number) for number in range(max(values) + 1)]
-    raise ConfigError(f"data.label_column: {column!r} must hold words or numbers from 0 in every row, not {feature}")
+    raise ConfigError(
+        f"data.label_column: {column!r} must hold words, or numbers from 0 to {_MAX_CLASSES - 1:,}, in every row, not "
+        f"{f'numbers from {min(values):,} to {max(values):,}' if are_numbers and values else feature}"
+    )
 
 
 def _pictures(dataset: Dataset, names: list[str], data: ImageDataBlock) -> DatasetPictures:
