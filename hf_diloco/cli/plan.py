@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_diloco.apps.common.arguments import check_names
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of, read_run_file, shorthands
 from hf_diloco.apps.common.process import check_folder
@@ -146,7 +145,6 @@ def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
     Raises:
         ConfigError: when the options or this machine do not fit.
     """
-    check_names(run.training)
     numbers = range(run.meeting.num_islands) if options.island is None else [options.island]
     num_processes, config_file = _processes(run)
     port, *ports = devices.free_ports(1 + len(numbers))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
+from hf_diloco.apps.common.arguments import check_names
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.hub import use_cache_without_hub
 from hf_diloco.apps.common.preflight import check_all
@@ -38,6 +39,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
         check_all(run, lambda: make_plan(run, options))
         print_commands(make_plan(run, options), out)
         return 0
+    check_names(run.training)
     plan = make_plan(run, options)
     result = run_islands(plan, f"run {plan.folder}: {plan.describe()}", out, grace)
     print_ending(result, run, options, out, err)

@@ -129,6 +129,7 @@ def test_an_island_of_a_run_that_is_lost_decides_nothing_in_the_one_that_took_it
     """Not even where that has come to the same round."""
     meeting, islands, earlier, _ = lives = live(tmp_path, 1)
     lives.end(0)
+    islands[1].session.members.stop_heartbeats()  # type: ignore[union-attr]  # one would be there before the new run
     put_back(meeting, {})
     meeting.island(0, checkpoint=earlier[0]).train_to(5).session.close()
 

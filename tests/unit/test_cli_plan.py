@@ -12,6 +12,7 @@ import yaml
 
 from hf_diloco.cli import devices
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
+from hf_diloco.cli.run import run_launch
 from hf_diloco.errors import ConfigError, DiLoCoError
 from tests.processes import ROOT
 
@@ -296,12 +297,16 @@ def test_visible_devices(visible: str, found: list[str], monkeypatch: pytest.Mon
     assert devices.cuda_devices() == found  # -1 hides what follows, as CUDA has it
 
 
+@pytest.mark.parametrize("setting", ["training.learning_rte=1", "training.output_dir=elsewhere"])
+def test_names_of_the_trainers_settings_are_checked_before_anything_starts(folder: Path, setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting.partition("=")[0]):
+        run_launch(LaunchOptions(run_file(folder), (setting,)), grace=1.0, dry_run=False)
+    assert not (folder / "runs").exists()
+
+
 @pytest.mark.parametrize(
     "setting",
-    [
-        *("training.max_steps=many", "no_such_setting=1", "training.max_steps", "name=a/b", "launch.threads=2000"),
-        *("training.learning_rte=1", "training.output_dir=elsewhere"),
-    ],
+    ["training.max_steps=many", "no_such_setting=1", "training.max_steps", "name=a/b", "launch.threads=2000"],
 )
 def test_wrong_settings_are_refused_before_anything_starts(folder: Path, setting: str) -> None:
     with pytest.raises(DiLoCoError, match=setting.split("=")[0].rsplit(".", 1)[-1]):

@@ -39,11 +39,15 @@ def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
 
 
 def _attempts(run: BaseRun) -> Iterator[Callable[[], object]]:
-    yield lambda: check_training(run.training)
-    yield lambda: try_deepspeed(run, _build_arguments(run))
+    yield lambda: _try_training(run)
     if run.push_to_hub is not None:
         yield check_login
     yield from run.probes()
+
+
+def _try_training(run: BaseRun) -> None:
+    check_training(run.training)
+    try_deepspeed(run, _build_arguments(run))
 
 
 def _build_arguments(run: BaseRun) -> TrainingArguments:
