@@ -76,9 +76,8 @@ def main() -> None:
             if is_asked_to_stop:
                 return
         assert outer.on_boundary  # the model holds the outer parameters, equal on all islands
-        accelerator.print(
-            f"island {config.island}: outer parameters {outer.report.outer_hash if outer.report else ''}"
-        )
+        if outer.report is not None:
+            accelerator.print(f"island {config.island}: outer parameters {outer.report.outer_hash}")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class Contribution:
             norm=self.norm if self.is_finite else None,
             state=state,
             rates=list(self.rates),
-            is_last=bool(self.further_vectors),
+            is_last=bool(self.further_vectors),  # before an average only the last of an eager island has any
         )
 
     def give_back(self) -> None:

@@ -300,7 +300,6 @@ class OuterLoop(HasOuterWeights):
         Raises:
             CheckpointError: it cannot be written; on every rank. Training can go on.
         """
-        self._need_session()
         self._settle()
         self._write_outer(Path(folder), is_last=False)
         self._note_saved(Path(folder))
@@ -320,10 +319,13 @@ class OuterLoop(HasOuterWeights):
             The checkpoint; None if it cannot be written, which is logged. Training can go on.
 
         Raises:
-            ConfigError: the limit is no whole number; or the Accelerator names its checkpoints itself.
+            ConfigError: the limit is no whole number; the Accelerator names its checkpoints itself; or the model shows
+                the outer parameters.
         """
         if self._checkpoints is None:
             raise ConfigError(self.NOT_BEGUN)
+        if self._shows_outer:
+            raise ConfigError("save_checkpoint() within outer_weights(), of weights that do not train: save outside")
         limit = check_count("limit", limit, "save_checkpoint") or 0
         if write is None and self._accelerator.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")

@@ -153,6 +153,15 @@ def test_calls_at_the_wrong_time(tmp_path: Path) -> None:
         outer.common_checkpoint()
 
 
+def test_what_does_not_train_is_no_checkpoint(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with loop.begun() as outer:
+        loop.train(1)
+        with outer.outer_weights(), pytest.raises(ConfigError, match=r"save_checkpoint\(\) within outer_weights\(\)"):
+            outer.save_checkpoint()
+        assert outer.save_checkpoint() == tmp_path / "checkpoint-1"
+
+
 def test_an_accelerator_that_names_checkpoints_itself(tmp_path: Path) -> None:
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     with (
