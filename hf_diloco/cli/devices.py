@@ -159,7 +159,7 @@ def free_ports(num_ports: int) -> list[int]:
 
 def bind_error(host: str, port: int, reuse: bool = True) -> OSError | None:
     """Why this machine cannot listen there, if so; `reuse`: even while old connections to the port time out."""
-    with socket.socket() as listener:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
             listener.bind((host, port))

@@ -14,6 +14,7 @@ from hf_diloco.cli import devices
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
 from hf_diloco.cli.run import run_launch
 from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.utils.urls import host_and_port
 from tests.processes import ROOT
 
 RUN: dict[str, Any] = {
@@ -216,11 +217,14 @@ def test_nodes_are_called_nodes_in_the_command_that_continues(free_port: int) ->
     assert options.resume_command(run) == f"hf-diloco launch {file} --node 1 --num-nodes 3 --rendezvous {url}"
 
 
-def test_a_port_in_use_is_refused(folder: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_a_port_in_use_is_refused(folder: Path, host: str, family: socket.AddressFamily) -> None:
+    try:
+        taken = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    with taken:
+        url = f"tcp://{host_and_port(host, taken.getsockname()[1])}"
         with pytest.raises(ConfigError, match="in use by another program"):
             planned(LaunchOptions(run_file(folder), rendezvous=url))
         planned(LaunchOptions(run_file(folder), rendezvous=url, island=1))  # island 0 listens there: as it should

@@ -69,20 +69,10 @@ def check_host_name() -> Iterator[Finding]:
         return
     if any(is_loopback(address) for address in addresses):
         yield _host_name(f"{name} resolves to this machine alone ({', '.join(addresses)})", interface)
-    elif not any(map(_is_here, addresses)):
+    elif all(bind_error(address, 0) for address in addresses):
         yield _host_name(f"{name} resolves to another machine ({', '.join(addresses)})", interface)
     else:
         yield Finding("host name", "ok", f"{name} is {', '.join(addresses)}")
-
-
-def _is_here(address: str) -> bool:
-    """Whether an address is one of this machine's."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
 
 
 def _host_name(found: str, interface: str | None) -> Finding:
