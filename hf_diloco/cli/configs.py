@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
-from hf_diloco.apps.common.shipped import shipped_files, shipped_folder, shipped_names, where_names_are
+from hf_diloco.apps.common.shipped import shipped_files, shipped_folder, shipped_names
 from hf_diloco.cli.arguments import group
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import nearest
 
 configs_app = group("List, show and copy the run files that come with hf-diloco.")
 
@@ -93,7 +94,8 @@ def _file_of(name: str) -> str:
     for file in (name, f"{name}.yaml"):
         if file in files:
             return file
-    raise ConfigError(f"{name}: no such file comes with hf-diloco ({where_names_are(name)})")
+    hint = nearest(name, shipped_names())
+    raise ConfigError(f"{name}: no such file comes with hf-diloco{hint}; `hf-diloco configs ls` lists them")
 
 
 def _with_named(file: str) -> list[str]:

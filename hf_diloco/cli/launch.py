@@ -219,8 +219,7 @@ class Launcher:
         self._way_back = way_back
         self._islands: list[Island] = []
         self._useful: dict[int, UsefulLines] = {}
-        self._signals: list[int] = []
-        self._signals_handled = 0
+        self._signals: deque[int] = deque()  # that are yet to be acted on
         self._stop_by: float | None = None  # when patience ends
         self._kill_by: float | None = None  # when SIGTERM has had its time
         self._ended: set[int] = set()  # islands that did not get to finish
@@ -298,10 +297,8 @@ class Launcher:
             self._display.note(f"the other {self._islands[0].unit}s go on; {self._way_back}")
 
     def _act(self) -> None:
-        while self._signals_handled < len(self._signals):
-            number = self._signals[self._signals_handled]
-            self._signals_handled += 1
-            self._on_signal(signal.Signals(number))
+        while self._signals:
+            self._on_signal(signal.Signals(self._signals.popleft()))
         now = time.monotonic()
         if self._kill_by is not None:
             if now > self._kill_by:

@@ -63,20 +63,18 @@ def check_feedback(config: DiLoCoConfig) -> None:
         )
 
 
-def check_islands(island: int, num_islands: int, max_islands: int | None, min_islands: int | None) -> None:
-    """Raises ValueError if the numbers contradict each other."""
-    if max_islands is not None and max_islands < num_islands:
-        raise ValueError(f"max_islands={max_islands} is less than num_islands={num_islands}: raise it or leave it out")
-    if island >= (max_islands or num_islands):
+def check_islands(config: DiLoCoConfig) -> None:
+    """Raises ValueError if the numbers of islands contradict each other."""
+    num_islands, most, least = config.num_islands, config.max_islands, config.min_islands
+    if most is not None and most < num_islands:
+        raise ValueError(f"max_islands={most} is less than num_islands={num_islands}: raise it or leave it out")
+    if config.island >= config.num_shares:
         raise ValueError(
-            f"island {island} does not exist in a run of {max_islands or num_islands}: islands are numbered from 0 "
-            f"to {(max_islands or num_islands) - 1}; correct island or num_islands (for an island that joins later: "
-            "max_islands)"
+            f"island {config.island} does not exist in a run of {config.num_shares}: islands are numbered from 0 to "
+            f"{config.num_shares - 1}; correct island or num_islands (for an island that joins later: max_islands)"
         )
-    if min_islands is not None and min_islands > num_islands:
-        raise ValueError(
-            f"min_islands={min_islands} is more than num_islands={num_islands}: no round would take place"
-        )
+    if least is not None and least > num_islands:
+        raise ValueError(f"min_islands={least} is more than num_islands={num_islands}: no round would take place")
 
 
 def check_fragments(config: DiLoCoConfig) -> None:

@@ -267,7 +267,7 @@ class DiLoCoConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_islands(self) -> DiLoCoConfig:
-        checks.check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
+        checks.check_islands(self)
         if self.num_shares > 1 and self.rendezvous is None:
             raise ValueError(
                 f"{self.num_shares} islands need a place to meet: set rendezvous (or {ENV_RENDEZVOUS}) to "

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-_OFFLOADS = ("offload_optimizer", "offload_param")
+_OFFLOADS = ("offload_optimizer", "offload_param")  # they may be null
 _BLOCKS = (
-    *("zero_optimization", "bf16", "fp16", "optimizer", "optimizer.params", "scheduler", "scheduler.params"),
-    *("data_types", "torch_autocast", "compile"),
+    *("zero_optimization", *(f"zero_optimization.{name}" for name in _OFFLOADS), "bf16", "fp16"),
+    *("optimizer", "optimizer.params", "scheduler", "scheduler.params", "data_types", "torch_autocast", "compile"),
 )
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _FILLED_LATER = (
@@ -53,18 +53,13 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     for name in _BLOCKS:
         *above, key = name.split(".")
         block = get_at(config, tuple(above)) or {}
-        if not isinstance(block.get(key, {}), dict):
+        if not isinstance(block.get(key, {}), dict | None if key in _OFFLOADS else dict):
             raise ConfigError(f"deepspeed: {name} must be a block of `key: value` lines, got {block[key]!r}")
     if "zero_optimization" not in config:
         raise ConfigError(
             "deepspeed: it has no block zero_optimization: give it one, as {stage: 2}, or {stage: 0} for DDP"
         )
     zero, optimizer = config["zero_optimization"], config.get("optimizer", {})
-    for name in _OFFLOADS:
-        if not isinstance(zero.get(name), dict | None):
-            raise ConfigError(
-                f"deepspeed: zero_optimization.{name} must be a block of `key: value` lines, got {zero[name]!r}"
-            )
     zero = {key: value for key, value in zero.items() if value is not None or key not in _OFFLOADS}
     config = {**config, "zero_optimization": zero}
     refuse_nvme(config, run.meeting.enabled)
@@ -88,15 +83,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
 
 
 def try_deepspeed(run: BaseRun, args: TrainingArguments) -> None:
-    """As `check_deepspeed`, where no island starts.
-
-    Args:
-        run: the run file.
-        args: of the Trainer, made without DeepSpeed.
-
-    Raises:
-        ConfigError: naming what is wrong.
-    """
+    """As `check_deepspeed`, where no island starts, and `args` was made without DeepSpeed."""
     config = deepspeed_config(run)
     if config is None:
         return
@@ -120,7 +107,6 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -
 
     Args:
         filled: the configuration, with what `args` put in the place of "auto".
-        args: of the Trainer.
 
     Raises:
         ConfigError: it contradicts `args`; or DeepSpeed refuses it, with its reason.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from pathlib import Path
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import nearest
 
 _PACKAGE = Path(__file__).parents[2]
 
@@ -62,13 +62,7 @@ def find_run_file(given: str | Path) -> Path:
         )
     if not path.suffix:
         raise ConfigError(
-            f"{path}: neither a file nor the name of a run file that comes with hf-diloco ({where_names_are(meant)})"
+            f"{path}: neither a file nor the name of a run file that comes with hf-diloco{nearest(meant, names)}; "
+            "`hf-diloco configs ls` lists them"
         )
     return path
-
-
-def where_names_are(meant: str) -> str:
-    """How to find the name of a run file that comes with the package; with the closest to what a user meant."""
-    close = difflib.get_close_matches(meant, shipped_names(), n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}`hf-diloco configs ls` lists them"

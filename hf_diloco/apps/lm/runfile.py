@@ -89,7 +89,7 @@ class DiLoCoBlock(DiLoCoConfig):
 
     @model_validator(mode="after")
     def _check_islands(self) -> DiLoCoBlock:
-        config_checks.check_islands(self.island, self.num_islands, self.max_islands, self.min_islands)
+        config_checks.check_islands(self)
         config_checks.check_meeting(self)
         if self.num_shares > 1 and self.rendezvous:
             check_between_processes(self.rendezvous)
