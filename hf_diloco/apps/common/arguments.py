@@ -66,11 +66,7 @@ _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # what some optimizers ar
 
 
 def check_names(training: dict[str, Any]) -> None:
-    """Checks the names of a `training:` block; without the seconds of an import, unless there is something to say.
-
-    Raises:
-        ConfigError: naming every problem.
-    """
+    """As `check_training`, of the names alone; without the seconds of an import, unless there is something to say."""
     spec = importlib.util.find_spec("transformers")
     for folder in (spec and spec.submodule_search_locations) or ():
         tree = ast.parse((Path(folder) / "training_args.py").read_text(encoding="utf-8"))
@@ -82,11 +78,7 @@ def check_names(training: dict[str, Any]) -> None:
 
 
 def check_training(training: dict[str, Any]) -> None:
-    """Checks names, types and ranges of a `training:` block, and that its trackers are installed.
-
-    Raises:
-        ConfigError: naming every problem.
-    """
+    """Raises `ConfigError` for wrong names, types and ranges in a `training:` block, and trackers that are missing."""
     from transformers import TrainingArguments
 
     types = get_type_hints(TrainingArguments)

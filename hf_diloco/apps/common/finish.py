@@ -78,10 +78,7 @@ def write_summary(
 ) -> dict[str, Any]:
     """Writes `summary.json` of this island, or node, from its record and the last evaluation; returns it.
 
-    Args:
-        run: the run file.
-        evaluation: what was measured after training.
-        more: what only runs of this task say, by the island's figures.
+    `more` says what only runs of this task have, by the island's figures.
     """
     number = run.meeting.island
     record = next(island for island in load_run(run.folder).islands if island.island == number)

@@ -28,10 +28,7 @@ _OFFLINE = "HF_HUB_OFFLINE"
 def use_cache_without_hub(is_needed: bool) -> None:
     """Has the libraries take what is in their cache if the Hub does not answer. Call it before they are imported.
 
-    One short try, where they take half a minute for each file.
-
-    Args:
-        is_needed: whether the run names anything of the Hub; else nothing is tried.
+    One short try, if the run needs the Hub, where they take half a minute for each file.
     """
     if not is_needed or os.environ.get(_OFFLINE):
         return
@@ -104,11 +101,9 @@ def check_login() -> None:
 
 
 def publish(folder: Path, where: PushBlock) -> None:
-    """Uploads a model's folder, card included, as one commit. If that fails it only says so: the model is on the disk.
+    """Uploads a model's folder, card included, as one commit, to a repository that is made if it is not there.
 
-    Args:
-        folder: as `save_final_model` and `write_card` have left it.
-        where: the repository, which is made if it is not there.
+    If that fails it only says so: the model is on the disk.
     """
     from huggingface_hub import HfApi
 

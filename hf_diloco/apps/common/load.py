@@ -125,11 +125,7 @@ def _misplaced(problem: ErrorDetails) -> str:
 
 
 def parse_command_line(kind: type[R], program: str, description: str, argv: Sequence[str] | None = None) -> R:
-    """Reads the run file that the command line names, with its overrides.
-
-    Raises:
-        ConfigError: when the run file or an override is wrong.
-    """
+    """The run file that the command line names, with its overrides; see `read_run_file`."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=description,
@@ -174,11 +170,7 @@ def shorthands(kind: type[BaseRun], given: Mapping[str, Any]) -> list[str]:
 
 
 def kind_of(path: str | Path) -> type[BaseRun]:
-    """Which kind of run a file is of: image classifiers have a `gossip` block.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Which kind of run a file is of: image classifiers have a `gossip` block. Raises `ConfigError` as `read_yaml`."""
     from hf_diloco.apps.lm.runfile import RunFile
     from hf_diloco.apps.vision.runfile import VisionRun
 

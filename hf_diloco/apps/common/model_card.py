@@ -78,10 +78,7 @@ class Training:
 def write_card(model_folder: Path, run_folder: Path, training: Training) -> None:
     """Writes README.md of a model's folder, from the run's record as it is now. What cannot be written is only logged.
 
-    Args:
-        model_folder: of the model as it was saved.
-        run_folder: with the records of the islands or nodes of this machine.
-        training: see `Training`.
+    `run_folder` has the records of the islands, or nodes, of this machine.
     """
     from hf_diloco.report import load_run, summarise
     from hf_diloco.report.rows import overview

@@ -39,11 +39,7 @@ def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: 
 
 
 def make_model(config: PreTrainedConfig, auto_class: Any, kind: str) -> PreTrainedModel:
-    """A new model of a configuration.
-
-    Raises:
-        ConfigError: there is no such model of this configuration.
-    """
+    """A new model of a configuration; raises `ConfigError` if no such model can be made of it."""
     try:
         model: PreTrainedModel = auto_class.from_config(config)
     except Exception as error:  # each model class checks in its own way

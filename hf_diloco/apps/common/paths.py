@@ -35,7 +35,6 @@ def resolve_paths(
 
     Args:
         values: the run file's content.
-        named: which settings name files.
         folders: where to look, the first match wins.
         origins: the place of each setting, put before an error's text.
 

@@ -19,13 +19,10 @@ if TYPE_CHECKING:
 
 
 def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
-    """Tries what the run file names: arguments of the Trainer, trackers, DeepSpeed's settings, model and data.
+    """Raises `ConfigError`, naming every problem of what the run file names.
 
-    Args:
-        others: what else to try, before all that; each raises `DiLoCoError`.
-
-    Raises:
-        ConfigError: naming every problem.
+    That is: arguments of the Trainer, trackers, DeepSpeed's settings, model and data; before them `others`, each of
+    which raises `DiLoCoError`.
     """
     use_cache_without_hub(run.needs_hub)  # before the libraries are imported
     problems: dict[str, None] = {}

@@ -67,12 +67,8 @@ def run_and_exit(parse: Callable[[], R], train: Callable[[R], int]) -> None:
 def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
     """What comes before training, whatever is trained: settings, folder, logging. What fails inside is shown.
 
-    Args:
-        run: the run file.
-        unit: what the run's speed counts, tokens or images.
-
     Yields:
-        What shows others how far the run is.
+        What shows others how far the run is; its speed counts `unit`, tokens or images.
 
     Raises:
         ConfigError: a setting is wrong, or the folder is an earlier run's.
@@ -174,11 +170,7 @@ def _other_kind(run: BaseRun) -> str:
 
 
 def _prepare_folder(run: BaseRun) -> None:
-    """Makes the island's folder, without the stop file of an earlier start.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Makes the island's folder, without the stop file of an earlier start; raises `ConfigError` if it cannot."""
     folder = run.island_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

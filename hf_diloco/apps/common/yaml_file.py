@@ -121,11 +121,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 
 def parse_override(item: str) -> tuple[KeyPath, Any]:
-    """Parses `a.b=value` (the value as YAML).
-
-    Raises:
-        ConfigError: when it has another form.
-    """
+    """Parses `a.b=value` (the value as YAML); raises `ConfigError` when it has another form."""
     key, separator, text = item.partition("=")
     path = tuple(key.strip().split("."))
     if not separator or not all(path):
@@ -137,11 +133,7 @@ def parse_override(item: str) -> tuple[KeyPath, Any]:
 
 
 def _load(text: str) -> tuple[Any, yaml.Node | None]:
-    """The value of a document and its nodes; None for an empty one.
-
-    Raises:
-        yaml.YAMLError: it is not YAML, or beyond the limits above.
-    """
+    """The value of a document and its nodes, None if it is empty. Raises `yaml.YAMLError`, also beyond the limits."""
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"{len(text):,} characters, more than {MAX_CHARACTERS:,}; is it a run file?")
     loader = _Loader(text)
@@ -168,11 +160,7 @@ def _check_characters(node: yaml.Node) -> None:
 
 
 def set_at(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-    """Sets a nested value in place, making the blocks on the way.
-
-    Raises:
-        ConfigError: when a part of the path holds something other than a block.
-    """
+    """Sets a nested value in place, making blocks on the way; raises `ConfigError` for what is there and no block."""
     block: Any = values
     for depth, key in enumerate(path[:-1], 1):
         if block.get(key) is None:
