@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
-    """Raises `ConfigError`, naming every problem of what the run file names.
+    """Tries what the run file names: arguments of the Trainer, trackers, DeepSpeed's settings, model and data.
 
-    That is: arguments of the Trainer, trackers, DeepSpeed's settings, model and data; before them `others`, each of
-    which raises `DiLoCoError`.
+    Before that it tries `others`, each of which raises `DiLoCoError`. Raises `ConfigError`, naming every problem.
     """
     use_cache_without_hub(run.needs_hub)  # before the libraries are imported
     problems: dict[str, None] = {}

@@ -75,17 +75,7 @@ def sample_texts(data: DataBlock, max_megabytes: float) -> Iterator[str]:
 
 
 def build_datasets(data: DataBlock, tokenizer: PreTrainedTokenizerBase, island: int, num_islands: int) -> Datasets:
-    """Opens, splits, shares, tokenises and packs.
-
-    Args:
-        data: the settings.
-        tokenizer: the same on all islands.
-        island: whose share to return.
-        num_islands: how many shares there are.
-
-    Raises:
-        ConfigError: when the data cannot be read or is too small.
-    """
+    """Opens, splits, shares, tokenises and packs; raises `ConfigError` for data that cannot be read, or too little."""
     encoder = Encoder(tokenizer)
     train: PackedDataset | PackedStream
     with reading(data):
@@ -183,11 +173,6 @@ def share_documents(documents: Documents, island: int, num_islands: int) -> Docu
     A stream is cut by its shards (files) here, *before* accelerate cuts the island's share for its ranks: cutting for
     all ranks of islands of different size at once loses and repeats documents. A stream of fewer shards than islands
     is read whole by every island, which keeps every `num_islands`-th document.
-
-    Args:
-        documents: a dataset or a stream, the same on all islands.
-        island: from 0 to `num_islands` - 1.
-        num_islands: number of shares.
     """
     import datasets
 

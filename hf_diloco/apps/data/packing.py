@@ -30,8 +30,7 @@ SHARE_OF_MASKS, SHARE_OF_RANDOM = 0.8, 0.1  # of the hidden tokens; the rest sta
 class Encoder:
     """Text to token numbers, with the end-of-text token after each document.
 
-    Raises:
-        ConfigError: when the tokenizer has no end-of-text token.
+    Raises `ConfigError` if the tokenizer has no such token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -90,11 +90,7 @@ _COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
 
 
 def open_documents(data: DataBlock, files: Sequence[str] | None = None) -> Documents:
-    """The training text, before any split or share.
-
-    Args:
-        data: the source.
-        files: only these of its files (source files).
+    """The training text, before any split or share; of source files only `files`, where these are given.
 
     Raises:
         ConfigError: when it cannot be opened, with the reason and the remedy.
@@ -109,11 +105,7 @@ def open_documents(data: DataBlock, files: Sequence[str] | None = None) -> Docum
 
 
 def open_evaluation(data: DataBlock) -> list[Documents]:
-    """The text to evaluate on as streams, one a file; none when it is to be a held-out part of the training text.
-
-    Raises:
-        ConfigError: as `open_documents`.
-    """
+    """The text to evaluate on as streams, one a file; none when it is to be a held-out part of the training text."""
     if data.eval_files:
         return [open_files([file], data.text_column, streaming=True) for file in data.eval_files]
     if data.eval_split is not None:
@@ -168,11 +160,7 @@ def texts(documents: Documents) -> Iterator[str]:
 
 
 def read_first(data: DataBlock) -> None:
-    """Reads one document, without a copy of the data on disk.
-
-    Raises:
-        ConfigError: there is none, or it cannot be read.
-    """
+    """Raises `ConfigError` unless a first document can be read; makes no copy of the data on disk."""
     with reading(data):
         if next(texts(open_documents(data.model_copy(update={"streaming": True}))), None) is None:
             raise ConfigError(f"data: {_place(data)} holds no text")
@@ -245,11 +233,7 @@ _ELSEWHERE = "; where the Hub cannot be reached, download the files and use sour
 
 @contextlib.contextmanager
 def reading(data: DataBlock) -> Iterator[None]:
-    """Where text is read that could be opened.
-
-    Raises:
-        ConfigError: a library cannot read on, with its reason.
-    """
+    """Where text is read that could be opened; raises `ConfigError` if a library cannot read on, with its reason."""
     try:
         yield
     except DiLoCoError:

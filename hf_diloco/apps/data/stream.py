@@ -69,7 +69,6 @@ class PackedStream(TorchIterableDataset[Example]):
 
     Args:
         documents: the island's share, with the column `text`.
-        encoder: the tokenizer.
         sequence_length: tokens in a block.
     """
 
@@ -231,11 +230,7 @@ def write_position(checkpoint: Path, position: Position) -> None:
 
 
 def read_position(checkpoint: Path) -> Position | None:
-    """The position in a checkpoint folder; None if it holds none.
-
-    Raises:
-        CheckpointError: when the file is damaged.
-    """
+    """The position in a checkpoint folder, None if it holds none; raises `CheckpointError` if it is damaged."""
     path = checkpoint / FILE_NAME
     if not path.exists():
         return None

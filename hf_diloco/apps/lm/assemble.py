@@ -50,11 +50,7 @@ def assemble(
 ) -> Island:
     """Builds everything and meets the other islands. Collective over the ranks of the island.
 
-    Args:
-        run: the run file.
-        config: the outer loop; None trains without one.
-        progress: told what is being done.
-        simulated: makes the callback, where islands are threads of this process.
+    For its arguments see `train_island`.
 
     Raises:
         DiLoCoError: a setting does not work, or the other islands cannot be found or train something else.

@@ -47,8 +47,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 def build_config(model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> PreTrainedConfig:
     """The configuration of a model that is trained from scratch, for this vocabulary and length.
 
-    Raises:
-        ConfigError: on an unknown model type or setting, or values that transformers refuses.
+    Raises `ConfigError` as `make_config`, or if they do not fit.
     """
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad")}
     defaults = {"vocab_size": len(tokenizer), **special}
@@ -60,13 +59,7 @@ def build_config(model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence
 def config_from_scratch(model: ModelBlock, defaults: Mapping[str, Any], sequence_length: int) -> PreTrainedConfig:
     """The configuration of a preset, or of `model.config`, without a look at the tokenizer.
 
-    Args:
-        model: the block of the run file.
-        defaults: settings that it need not give, such as the size of the vocabulary.
-        sequence_length: of the data.
-
-    Raises:
-        ConfigError: on an unknown model type or setting, or values that transformers refuses.
+    `defaults` are settings that it need not give, such as the size of the vocabulary. Raises as `make_config`.
     """
     if model.preset is not None:
         given = {"model_type": "llama", "tie_word_embeddings": True, **_SHAPES[model.preset]}
@@ -98,9 +91,7 @@ def build_model(
 def sketch_model(run: RunFile, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
     """The model on the device `meta`, without weights: before the data is prepared, which may take hours.
 
-    Args:
-        run: the run file.
-        tokenizer: None for one that is yet to be trained, which counts as it is asked for.
+    A tokenizer of None is yet to be trained, and counts as it is asked for.
 
     Raises:
         ConfigError: as `build_model`; or FSDP is to gather layers that the model does not have.
@@ -172,11 +163,7 @@ def find_source(path: str, setting: str = "model.path") -> Source:
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """The configuration of a pre-trained model, without its weights.
-
-    Raises:
-        ConfigError: it cannot be had.
-    """
+    """The configuration of a pre-trained model, without its weights; raises `ConfigError` if it cannot be had."""
     from transformers import AutoConfig
 
     source = find_source(path)
@@ -188,8 +175,7 @@ def load_config(path: str) -> PreTrainedConfig:
 def load_weights(path: str, auto_class: Any) -> PreTrainedModel:
     """A pre-trained model in fp32, which trains and is saved as one that never was quantised.
 
-    Raises:
-        ConfigError: it cannot be loaded.
+    Raises `ConfigError` if it cannot be loaded.
     """
     import torch
 

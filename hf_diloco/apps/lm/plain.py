@@ -34,8 +34,7 @@ class PlainCallback(RunCallback[Record]):
     """Watches a Trainer without touching what it computes: `metrics.jsonl`, and an end with a checkpoint on request.
 
     Args:
-        config: this island's number and the number of islands, for the record.
-        tokens_per_example: for the record.
+        config, tokens_per_example: for the record.
         stop_file: its existence asks for the end.
 
     Attributes:

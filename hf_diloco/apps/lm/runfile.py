@@ -96,11 +96,7 @@ class DiLoCoBlock(DiLoCoConfig):
         return self
 
     def resolve(self) -> DiLoCoConfig:
-        """The complete settings of one island.
-
-        Raises:
-            ConfigError: when several islands have no rendezvous.
-        """
+        """The complete settings of one island; raises `ConfigError` when several have no rendezvous."""
         default = () if is_given(self, "island") else ("island",)
         return DiLoCoConfig(**self.model_dump(exclude={"enabled", *default}))
 
@@ -194,9 +190,5 @@ class RunFile(BaseRun):
 
 
 def load_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
-    """Reads and checks a language model's run file; see `read_run_file`.
-
-    Raises:
-        ConfigError: naming each problem, its value and where it stands.
-    """
+    """Reads and checks a language model's run file; see `read_run_file`."""
     return read_run_file(RunFile, path, overrides)

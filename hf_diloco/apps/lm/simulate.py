@@ -63,10 +63,7 @@ def simulate(run_file: str | Path, num_islands: int = 2, overrides: Sequence[str
 def simulate_islands(run: RunFile, is_command: bool = False) -> int:
     """Trains all islands of a run, each with plain PyTorch: ZeRO and FSDP2 compute the same.
 
-    For what it returns, and raises besides, see `train_together`.
-
-    Raises:
-        ConfigError: the run has no outer loop.
+    Raises `ConfigError` if the run has no outer loop; for what it returns, and raises besides, see `train_together`.
     """
     if not run.diloco.enabled:
         raise ConfigError("diloco.enabled: false, but a simulation is of islands that meet: set it to true")

@@ -30,9 +30,7 @@ _END_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_en
 def build_tokenizer(run: RunFile, island: IslandGroup) -> PreTrainedTokenizerBase:
     """The run's tokenizer, the same on every island, with end-of-text and padding tokens.
 
-    Args:
-        run: the run file.
-        island: the ranks of the island, of which the leader trains the tokenizer for all.
+    The island's leader trains it for all ranks.
 
     Raises:
         ConfigError: when it cannot be loaded, or has no end-of-text token.
@@ -65,8 +63,7 @@ def build_tokenizer(run: RunFile, island: IslandGroup) -> PreTrainedTokenizerBas
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """A tokenizer from a hub id, a folder, a tokenizer.json, vocab.json and merges.txt alone in a folder, or GGUF.
 
-    Raises:
-        ConfigError: with the reason when it cannot be loaded.
+    Raises `ConfigError`, with the reason, when it cannot be loaded.
     """
     from transformers import AutoTokenizer
 

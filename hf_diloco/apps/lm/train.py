@@ -49,15 +49,12 @@ def train(run: RunFile) -> int:
 def train_island(
     run: RunFile, config: DiLoCoConfig | None, simulated: Callable[..., DiLoCoCallback] | None = None
 ) -> int:
-    """Trains one island, in a process of its own or in a thread.
+    """Trains one island, in a process of its own or in a thread; returns the exit code.
 
     Args:
         run: the run file.
         config: the outer loop; None trains without one.
         simulated: makes the callback, where islands are threads of this process.
-
-    Returns:
-        The exit code.
 
     Raises:
         DiLoCoError: a setting is wrong, an island was lost, ...

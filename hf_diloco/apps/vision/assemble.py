@@ -35,11 +35,7 @@ def assemble(
 ) -> VisionNode:
     """Builds everything and meets the other nodes. Collective over the ranks of the node.
 
-    Args:
-        run: the run file.
-        config: method, graph and meeting place.
-        progress: told what is being done.
-        node: its neighbours, where nodes are threads of this process.
+    For its arguments see `train_node`.
 
     Raises:
         DiLoCoError: a setting does not work, or the other nodes cannot be found or train something else.
@@ -113,10 +109,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def scaled_learning_rate(block: ScheduleBlock, args: TrainingArguments, num_nodes: int) -> float:
     """`learning_rate` for the images that all nodes see in a step, in proportion (arXiv 1706.02677).
 
-    Args:
-        block: says for how many images the given rate is; None leaves it as it is.
-        args: the given rate, and one node's batch.
-        num_nodes: of such nodes.
+    `block` says for how many images the rate of `args` is; None leaves it as it is.
     """
     if block.lr_for_batch is None:
         return args.learning_rate

@@ -75,8 +75,7 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     Args:
         data: the settings.
         model: for the size, channels and normalisation that a checkpoint wants.
-        node: whose share to return, from 0.
-        num_nodes: number of shares.
+        node, num_nodes: whose share to return, from 0, and of how many.
         seed: of shares and augmentation, the same on all nodes. The evaluation set does not depend on it.
 
     Raises:
@@ -146,8 +145,6 @@ def assign_shares(
 
     Args:
         labels: int64 [examples].
-        num_nodes: number of shares.
-        kind: iid or dirichlet.
         alpha: above 0; small: few classes a node; large: as iid.
         seed: the same on all nodes.
 
@@ -176,7 +173,6 @@ def draw_proportions(
 
     Args:
         available: int64 [classes], examples of each class.
-        num_nodes: number of nodes.
         alpha: above 0.
         generator: its state advances.
 

@@ -86,11 +86,7 @@ class DatasetPictures:
     rows: IntArray
 
     def open(self, index: int) -> Image:
-        """One picture.
-
-        Raises:
-            ConfigError: when it cannot be decoded.
-        """
+        """One picture; raises `ConfigError` when it cannot be decoded."""
         try:
             image: Image | None = self.dataset[int(index)]["image"]
         except Exception as error:  # of the file system or the picture's format

@@ -48,7 +48,7 @@ def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTraine
     Args:
         block: the settings.
         data: gives channels, size and classes.
-        seed: of the weights, the same on all nodes. Python's, numpy's and torch's generators are set to it.
+        seed: the same on all nodes. Python's, numpy's and torch's generators are set to it.
 
     Raises:
         ConfigError: when it cannot be made or loaded, does not fit the data, or `frozen` matches no or all parameters.
@@ -65,11 +65,7 @@ def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTraine
 
 
 def build_config(block: ImageModelBlock, data: ImageData) -> PreTrainedConfig:
-    """The configuration of a model that is trained from scratch, for these images and classes.
-
-    Raises:
-        ConfigError: on an unknown model type or setting, or values that transformers refuses.
-    """
+    """The configuration of a model that is trained from scratch, for these images and classes; see `make_config`."""
     given = dict(_SHAPES[block.preset] if block.preset is not None else block.config or {})
     if block.preset == "vit-tiny":
         given["patch_size"] = patch_size(data.image_size)
@@ -78,11 +74,7 @@ def build_config(block: ImageModelBlock, data: ImageData) -> PreTrainedConfig:
 
 
 def checkpoint_config(path: str) -> PreTrainedConfig:
-    """The configuration of a hub id or folder.
-
-    Raises:
-        ConfigError: when it cannot be loaded, or needs packages that are missing.
-    """
+    """The configuration of a hub id or folder; raises `ConfigError` if that, or a package, cannot be had."""
     from transformers import AutoConfig
 
     if path.startswith(TIMM):
@@ -95,8 +87,7 @@ def checkpoint_config(path: str) -> PreTrainedConfig:
 def patch_size(image_size: int) -> int:
     """Pixels of a side of vit-tiny's patches: the largest that makes at least 7 a side, of small images 4.
 
-    Raises:
-        ConfigError: when that makes more than 32 a side.
+    Raises `ConfigError` when that makes more than 32 a side.
     """
     least = 7 if image_size >= 14 else 4
     fitting = [size for size in range(1, image_size + 1) if image_size % size == 0 and image_size // size >= least]

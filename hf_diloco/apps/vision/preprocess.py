@@ -196,11 +196,7 @@ def _check_known(size: object) -> int:
 
 
 def convert(image: Image, num_channels: int) -> Image:
-    """A picture of mode L (1 channel) or RGB (3).
-
-    Raises:
-        ConfigError: when it has more than 8 bits a channel.
-    """
+    """A picture of mode L (1 channel) or RGB (3); raises `ConfigError` if it has more than 8 bits a channel."""
     if image.mode in _DEEP_MODES:
         raise ConfigError(f"data: a picture of mode {image.mode} has more than 8 bits a channel; convert it to 8 bits")
     return image.convert("L" if num_channels == 1 else "RGB")

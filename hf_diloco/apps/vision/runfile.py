@@ -183,11 +183,7 @@ class GossipBlock(GossipConfig):
         pass
 
     def resolve(self) -> GossipConfig:
-        """The complete settings of one node.
-
-        Raises:
-            ConfigError: when several nodes have no rendezvous.
-        """
+        """The complete settings of one node; raises `ConfigError` when several have no rendezvous."""
         return GossipConfig(**self.model_dump(exclude=set() if is_given(self, "node") else {"node"}))
 
     @property

@@ -294,11 +294,7 @@ def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, UInt8
 
 
 def _find_idx(folder: Path, name: str) -> Path:
-    """The file of this name in a folder, or else the one with .gz.
-
-    Raises:
-        ConfigError: when there is neither.
-    """
+    """The file of this name in a folder, or else the one with .gz; raises `ConfigError` when there is neither."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path

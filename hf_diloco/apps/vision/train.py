@@ -38,15 +38,12 @@ def train(run: VisionRun) -> int:
 
 
 def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None = None) -> int:
-    """Trains one node, which may have met the others already.
+    """Trains one node, which may have met the others already; returns the exit code.
 
     Args:
         run: the run file.
         config: method, graph and meeting place.
         node: its neighbours, where nodes are threads of this process.
-
-    Returns:
-        The exit code.
 
     Raises:
         DiLoCoError: a setting is wrong, all neighbours were lost, ...
