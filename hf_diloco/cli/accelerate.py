@@ -102,8 +102,7 @@ def command(
     Args:
         config_file: accelerate's configuration.
         port: where the island's own processes meet, on this machine.
-        module: what its processes execute.
-        script_args: run file and overrides.
+        module, script_args: what its processes execute, with run file and overrides.
         num_processes: overrides the configuration's.
     """
     processes = [] if num_processes is None else ["--num_processes", str(num_processes)]

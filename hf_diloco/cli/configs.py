@@ -85,11 +85,7 @@ def _headline(text: str) -> str:
 
 
 def _file_of(name: str) -> str:
-    """The path in `configs` of what a user names.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The path in `configs` of what a user names; raises `ConfigError` if there is none."""
     files = shipped_files()
     for file in (name, f"{name}.yaml"):
         if file in files:

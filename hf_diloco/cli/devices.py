@@ -25,11 +25,7 @@ _PORTS = range(20_000, 32_000)
 
 
 def cuda_devices() -> list[str]:
-    """The CUDA devices that a process started here would see, as CUDA_VISIBLE_DEVICES names them.
-
-    Raises:
-        ConfigError: nvidia-smi does not answer.
-    """
+    """The CUDA devices that a process started here would see, as CUDA_VISIBLE_DEVICES names them; see `ask_driver`."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = (device.strip() for device in visible.split(","))
@@ -42,8 +38,7 @@ def cuda_devices() -> list[str]:
 def ask_driver() -> tuple[int, str]:
     """Exit code and output of `nvidia-smi -L`; 0 and nothing where it is not installed.
 
-    Raises:
-        ConfigError: it does not answer.
+    Raises `ConfigError` if it does not answer.
     """
     if shutil.which("nvidia-smi") is None:
         return 0, ""
@@ -95,8 +90,7 @@ def _container_cores() -> int | None:
 def fitting_threads(num_processes: int) -> str:
     """Threads of each of so many processes: OMP_NUM_THREADS, else this machine's cores shared among them.
 
-    Raises:
-        ConfigError: OMP_NUM_THREADS is no number of threads.
+    Raises `ConfigError` if OMP_NUM_THREADS is no number of threads.
     """
     given = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_processes))
     if not given.isdecimal() or int(given) < 1:
@@ -169,12 +163,9 @@ def bind_error(host: str, port: int, reuse: bool = True) -> OSError | None:
 
 
 def check_port_is_free(rendezvous: str) -> None:
-    """Refuses a rendezvous whose port another program of this machine listens on.
+    """Raises `ConfigError` if another program of this machine listens on the port of a rendezvous.
 
     An address that is not this machine's is passed over: island 0 reports it.
-
-    Raises:
-        ConfigError: when it is in use.
     """
     host, port = split_tcp_url(rendezvous)
     error = bind_error(host, port)

@@ -112,13 +112,7 @@ def plan_deployment(
 ) -> Deployment:
     """Reads the run file, and checks whether the engine's islands can meet.
 
-    Args:
-        engine: which starts the islands.
-        options: of the launch of all islands.
-        num_gpus: of one island on each of its nodes; None: as the run file says.
-        num_nodes: of one island.
-        image: container image with hf-diloco.
-        folder: where the files go.
+    For its arguments see `Deployment`; where `num_gpus` is None, the run file says it.
 
     Raises:
         ConfigError: they cannot, or the run file or an option does not fit.
@@ -154,8 +148,6 @@ def check_store(deployment: Deployment, engine: str, *, has_folders: bool) -> No
     """Checks that islands which an engine starts, moves and starts again can meet.
 
     Args:
-        deployment: of the run.
-        engine: its name.
         has_folders: whether islands see the folders of this machine.
 
     Raises:
@@ -179,11 +171,7 @@ def check_store(deployment: Deployment, engine: str, *, has_folders: bool) -> No
 
 
 def portable_run_file(deployment: Deployment) -> str:
-    """The run file with all overrides as YAML that names no file of this machine.
-
-    Raises:
-        ConfigError: it names one.
-    """
+    """The run file with all overrides as YAML; raises `ConfigError` if it names a file of this machine."""
     run = deployment.run
     values: dict[str, Any] = run.model_dump(mode="json", exclude_unset=True, exclude={"output": True})
     for name in ("island", "num_islands", "rendezvous"):  # which the engine says

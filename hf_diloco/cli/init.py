@@ -77,8 +77,7 @@ def init(
 def _write(folder: Path, files: Mapping[str, str], force: bool) -> None:
     """Writes files of a folder, which need not be there yet.
 
-    Raises:
-        ConfigError: one is there already and not to be replaced, or the folder cannot be written to.
+    Raises `ConfigError` if one is there already and not to be replaced, or the folder cannot be written to.
     """
     present = [name for name in files if (folder / name).exists()]
     if present and not force:

@@ -142,8 +142,7 @@ class Plan:
 def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
     """Checks everything that can be checked before a process starts; `run`: as `load_options` has read it.
 
-    Raises:
-        ConfigError: when the options or this machine do not fit.
+    Raises `ConfigError` when the options or this machine do not fit.
     """
     numbers = range(run.meeting.num_islands) if options.island is None else [options.island]
     num_processes, config_file = _processes(run)
@@ -219,12 +218,7 @@ def _spins() -> str | None:
 def load_options(options: LaunchOptions, trains_here: bool = True) -> BaseRun:
     """The run file with all overrides.
 
-    Args:
-        options: what was asked for.
-        trains_here: whether this machine needs the libraries that the run needs.
-
-    Raises:
-        ConfigError: when the file or an override does not fit, or such a library is missing.
+    Raises `ConfigError` if the file or an override does not fit, or if it `trains_here` and a library is missing.
     """
     kind = kind_of(options.run_file)
     island = kind.setting("island")

@@ -66,7 +66,7 @@ def plan_script(
     name: str | None = None,
     output: str | None = None,
 ) -> Plan:
-    """Checks what can be checked before a process starts.
+    """Checks what can be checked before a process starts; raises `ConfigError` when something does not fit.
 
     Args:
         command: program and arguments.
@@ -75,9 +75,6 @@ def plan_script(
         rendezvous: where they meet; None: as the environment says, else on this machine.
         name: of the run; None: the script's.
         output: the folder of run folders.
-
-    Raises:
-        ConfigError: when the command, the options or this machine do not fit.
     """
     given = _with_program(command)
     total = _total(num_islands)
@@ -103,8 +100,7 @@ def plan_script(
 def _with_program(command: Sequence[str]) -> tuple[str, ...]:
     """The command with its program's path: of this environment if it is there, so that `python` has hf_diloco.
 
-    Raises:
-        ConfigError: there is no such program, or no such script.
+    Raises `ConfigError` if there is no such program, or no such script.
     """
     if not command:
         raise ConfigError("nothing stands behind `--`: hf-diloco launch --islands 2 -- python my_script.py")

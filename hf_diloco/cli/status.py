@@ -85,10 +85,7 @@ def _rendezvous_of(run: str) -> str:
 def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
     """Raises `ConfigError` unless a run's islands can meet there in a store that a command can look at.
 
-    Args:
-        url: the rendezvous.
-        command: that looks, for messages.
-        may_be_tcp: it looks at what island 0 keeps at tcp://HOST:PORT, too.
+    `may_be_tcp`: it can look at what island 0 keeps at tcp://HOST:PORT, too.
     """
     try:
         if may_be_tcp and url.startswith("tcp:"):

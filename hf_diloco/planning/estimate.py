@@ -269,12 +269,7 @@ def _settings(row: Row, scenario: Scenario) -> str:
 
 
 def draw(estimate: Estimate, path: Path) -> None:
-    """Draws the run, data parallelism, DiLoCo, streaming and overlap with a few payloads.
-
-    Args:
-        estimate: what is drawn.
-        path: the file, replaced if it is there; its suffix says what kind of picture.
-    """
+    """Draws the run, data parallelism, DiLoCo, streaming and overlap with a few payloads; see `check_picture`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -15,11 +15,7 @@ _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 360
 
 
 def parse_count(text: str, option: str) -> int:
-    """A count, as 350M, 7b or 1.5e9.
-
-    Raises:
-        ConfigError: it is none, naming the option.
-    """
+    """A count, as 350M, 7b or 1.5e9; raises `ConfigError`, which names the option, if it is none."""
     value, unit = _split(text)
     if unit.lower() not in _COUNTS or not 1 <= value * _COUNTS[unit.lower()] <= 1e15:
         raise ConfigError(f"{option} {text}: give a number of parameters, as 350M, 7b or 1.5e9")
@@ -27,11 +23,7 @@ def parse_count(text: str, option: str) -> int:
 
 
 def parse_rate(text: str, option: str) -> float:
-    """Bits a second, as 200M, 10G or 1.5 Gbit/s.
-
-    Raises:
-        ConfigError: it is none, naming the option.
-    """
+    """Bits a second, as 200M, 10G or 1.5 Gbit/s; raises `ConfigError`, which names the option, for anything else."""
     value, unit = _split(text)
     ending = next((ending for ending in _RATE_ENDINGS if unit.endswith(ending) and len(unit) - len(ending) < 2), None)
     factor = _RATES.get(unit[: len(unit) - len(ending)].lower()) if ending is not None else None
@@ -41,11 +33,7 @@ def parse_rate(text: str, option: str) -> float:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """A duration in seconds, as 80ms, 1.5s or 2min; it may be 0.
-
-    Raises:
-        ConfigError: it is none, naming the option.
-    """
+    """A duration in seconds, as 80ms, 1.5s, 2min or 0; raises `ConfigError`, which names the option, if it is none."""
     value, unit = _split(text)
     seconds = value * _SECONDS.get(unit, math.nan)
     if not (seconds == 0 or 1e-9 <= seconds <= 1e9):

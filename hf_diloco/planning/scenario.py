@@ -72,16 +72,10 @@ class Scenario:
 
 
 def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: float | None) -> Scenario:
-    """The scenario of a language model's run. If it has a record, its steps are as long as they were.
+    """The scenario of a language model's run; for its arguments see `Scenario`.
 
-    Args:
-        run: the run file.
-        link: of each island.
-        step_seconds: of an inner step; None: as in the record, or else `DEFAULT_STEP_SECONDS`.
-        price: of a gigabyte; None if unknown.
-
-    Raises:
-        ConfigError: the model's configuration or its tokenizer cannot be had.
+    If `step_seconds` is None, an inner step is as long as in the run's record, or else `DEFAULT_STEP_SECONDS`.
+    Raises `ConfigError` if the model's configuration or its tokenizer cannot be had.
     """
     from hf_diloco.apps.lm.model import sketch_model
     from hf_diloco.apps.lm.tokenizer import load_tokenizer

@@ -141,10 +141,7 @@ def utilisation(
 def least_rate(target: float, reached: Callable[[float], float], low: float, high: float) -> float | None:
     """The least bit rate, to 1 %, at which a utilisation is reached that grows with it; None if not even at `high`.
 
-    Args:
-        target: utilisation.
-        reached: the utilisation at a rate.
-        low, high: rates to look between.
+    Rates are looked for between `low` and `high`; `reached` gives the utilisation at one.
     """
     if reached(high) < target:
         return None
@@ -157,10 +154,7 @@ def least_rate(target: float, reached: Callable[[float], float], low: float, hig
 def least_sync_every(target: float, reached: Callable[[int], float], low: int, high: int) -> int | None:
     """The least number of steps between exchanges at which a utilisation is reached; None if not even at `high`.
 
-    Args:
-        target: utilisation.
-        reached: the utilisation with so many steps.
-        low, high: numbers to look between.
+    Numbers are looked for between `low` and `high`; `reached` gives the utilisation with one.
     """
     numbers = range(low, high + 1)
     found = bisect_left(numbers, target, key=reached)

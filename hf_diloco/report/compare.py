@@ -146,11 +146,7 @@ def row(found: Candidate) -> tuple[str, ...]:
 
 
 def write_comparison(found: Sequence[Candidate], path: Path) -> Path:
-    """Writes the page; returns its path.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Writes the page; see `write_page`."""
     need_plots()
     names = [entry.name for entry in found]
     warnings = [f"{entry.name}: {warning}" for entry in found for warning in entry.report.warnings]

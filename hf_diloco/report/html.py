@@ -39,11 +39,7 @@ def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path
 
 
 def write_page(page: str, target: Path) -> Path:
-    """Writes a page whole or not at all; returns its path.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Writes a page whole or not at all; returns its path. Raises `ConfigError` if it cannot be written."""
     if target.is_dir():
         raise ConfigError(f"cannot write the report to {target}: it is a folder; give another file")
     try:

@@ -238,7 +238,6 @@ def seen_until(island: IslandRun, per_step: str, step: float = math.inf) -> floa
     Each start counts at its own batch, which other ranks may have changed, until where a later one resumes.
 
     Args:
-        island: its record.
         per_step: what `Start` calls the number of them in a step.
         step: the last that counts, if the record goes so far.
     """
@@ -256,9 +255,7 @@ def seen_until(island: IslandRun, per_step: str, step: float = math.inf) -> floa
 def _per_second(sections: Sequence[Section], per_step: str) -> float | None:
     """All tokens or images trained on, repeated steps too, over all time spent, evaluation and saving included.
 
-    Args:
-        sections: of one island.
-        per_step: what `Start` calls the number of them in a step.
+    `per_step` is what `Start` calls the number of them in a step.
     """
     seen = total(_section_seen(section, per_step) for section in sections)
     seconds = total(_section_elapsed(section) for section in sections)

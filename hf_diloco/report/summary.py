@@ -98,9 +98,7 @@ class Report(Figures):
 def summarise(run: Run, is_live: bool = False) -> Report:
     """Computes the figures of a run, over the islands whose records are in its folder.
 
-    Args:
-        run: its records.
-        is_live: readers see beside it where each island stands, so that a record may be unfinished without a warning.
+    If it `is_live`, readers see beside it where each island stands: a record may be unfinished without a warning.
     """
     islands = tuple(summarise_island(island) for island in run.islands)
     rounds = _rounds(run)

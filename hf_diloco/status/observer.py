@@ -98,11 +98,7 @@ class Observer:
         self._snapshots: dict[tuple[str, ...], Snapshot] = {}
 
     def settle(self) -> RunStatus:
-        """Looks for as long as it takes to tell which islands live: a little more than two heartbeats at most.
-
-        Raises:
-            StoreError: the store does not answer.
-        """
+        """Looks for as long as it takes to tell which islands live: a little more than two heartbeats at most."""
         status = self.look()
         while any(island.presence == "unknown" for island in status.islands):
             self._clock.sleep(_POLL_SECONDS)
@@ -113,11 +109,7 @@ class Observer:
         return status
 
     def look(self) -> RunStatus:
-        """One look. Which islands live shows only from the second one on.
-
-        Raises:
-            StoreError: the store does not answer.
-        """
+        """One look; raises `StoreError` if the store does not answer. Who lives shows only from the second one on."""
         self._refused = {}
         entries = self._store.entries()
         below: dict[str, list[Entry]] = {}
@@ -329,16 +321,9 @@ class Observer:
 
 
 def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float = TIMEOUT) -> Observer:
-    """Looks at the run whose islands meet somewhere: in an object store, or at tcp://HOST:PORT.
+    """Looks at the run whose islands meet somewhere that was checked: in an object store, or at tcp://HOST:PORT.
 
-    Args:
-        rendezvous: that was checked.
-        key, num_rounds: see `Observer`.
-        timeout: see `TIMEOUT`.
-
-    Raises:
-        RendezvousError: it cannot be opened; or see `Observer`.
-        StoreError: it does not answer.
+    For the rest see `Observer` and `TIMEOUT`; also raises `RendezvousError` if the store cannot be opened.
     """
     if not rendezvous.startswith("tcp:"):
         return Observer(ObjectStore(rendezvous, timeout, read_only=True), key, num_rounds)

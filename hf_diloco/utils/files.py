@@ -28,12 +28,9 @@ _WRITE_FAILURE = re.compile(
 
 
 def write_whole(path: Path, text: str, durable: bool = True) -> None:
-    """Replaces a text file (UTF-8).
+    """Replaces a text file (UTF-8) in a folder that exists.
 
-    Args:
-        path: the file; its folder exists.
-        text: the new contents.
-        durable: returns once they are on disk; without it, a machine that loses power may lose them.
+    If `durable`, returns once it is on disk; else a machine that loses power may lose it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -10,10 +10,9 @@ MAX_FILES = 1 << 16
 
 
 def raise_file_limit() -> int:
-    """Raises the soft limit of open files to the hard one, at most to `MAX_FILES`; child processes inherit it.
+    """Raises the soft limit of open files to the hard one, at most to `MAX_FILES`; returns the limit from now on.
 
-    Returns:
-        The limit from now on.
+    Child processes inherit it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)

@@ -32,11 +32,7 @@ def show_public(public: bytes) -> str:
 
 
 def parse_public(text: str) -> ListedKey:
-    """The key that a text names.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """The key that a text names; raises `ValueError` if it names none."""
     match = _TEXT.fullmatch(text.strip())
     public = base64.urlsafe_b64decode(f"{match[1]}=") if match else b""
     if match is None or show_public(public) != f"ed25519:{match[1]}":

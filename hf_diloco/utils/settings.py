@@ -28,11 +28,7 @@ class Block(BaseModel):
 
 
 def compile_pattern(setting: str, pattern: str) -> re.Pattern[str]:
-    """A regular expression that a setting holds.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """A regular expression that a setting holds; raises `ConfigError` if it is none."""
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:

@@ -56,11 +56,7 @@ def parse_address(host: str) -> Address | None:
 
 
 def check_specific(host: str) -> str:
-    """Returns `host`.
-
-    Raises:
-        ValueError: it stands for all interfaces of a machine, public ones included, and is no address to reach.
-    """
+    """Returns `host`; raises `ValueError` if it stands for all interfaces of a machine, and is no address to reach."""
     address = parse_address(host)
     if address is not None and address.is_unspecified:
         raise ValueError(
@@ -102,11 +98,7 @@ def check_between_processes(url: str) -> None:
 
 
 def check_store_url(url: str) -> str:
-    """Returns the URL without a slash at its end.
-
-    Raises:
-        RendezvousError: it has none of the forms that this module's text lists.
-    """
+    """Returns the URL without a slash at its end; raises `RendezvousError` unless this module's text has its form."""
     if url.startswith("file:"):
         path = unquote(url.removeprefix("file://"))
         if not url.startswith("file:///") or not path.strip("/") or re.search(r"[\0?#]", path):
@@ -138,11 +130,7 @@ def _may_be_host(name: str) -> bool:
 
 
 def split_tcp_url(url: str) -> tuple[str, int]:
-    """Returns host and port of a `tcp://HOST:PORT` address.
-
-    Raises:
-        ValueError: when it is anything else, or HOST stands for every interface of a machine.
-    """
+    """Host and port of a `tcp://HOST:PORT` address; raises `ValueError` if it is none, or HOST cannot be reached."""
     try:
         parts = urlsplit(url)
         port = parts.port

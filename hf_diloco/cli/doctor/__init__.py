@@ -45,11 +45,7 @@ def judge(
 
 
 def run_checks(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
-    """All findings, as they come. A check that fails by itself is a warning: the others go on.
-
-    Args:
-        checks: each with the name that its failure is reported under.
-    """
+    """All findings, as they come. A check that fails by itself is a warning, under its name: the others go on."""
     for name, check in checks:
         try:
             yield from check()
@@ -82,11 +78,7 @@ def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
 
 
 def checks(store: str | None, peer: str | None, port: int | None, folder: Path) -> Iterator[tuple[str, Check]]:
-    """What `hf-diloco doctor` looks at, see its options.
-
-    Raises:
-        ConfigError: an address cannot be one.
-    """
+    """What `hf-diloco doctor` looks at, see its options; raises `ConfigError` for an address that cannot be one."""
     from hf_diloco.cli.doctor import machine, network
 
     yield "versions", machine.check_versions
@@ -110,11 +102,7 @@ def checks(store: str | None, peer: str | None, port: int | None, folder: Path) 
 
 
 def answer(address: str) -> int:
-    """Runs `hf-diloco doctor --listen`: answers other machines until Ctrl-C; returns its exit code.
-
-    Raises:
-        RendezvousError: nothing can listen there.
-    """
+    """Runs `hf-diloco doctor --listen`: answers other machines until Ctrl-C. For errors see `open_listener`."""
     from hf_diloco.cli.doctor.network import serve
     from hf_diloco.cli.meeting import open_listener
 

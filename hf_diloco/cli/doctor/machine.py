@@ -214,12 +214,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_disk(folder: Path, needed: float = LEAST_DISK) -> Iterator[Finding]:
-    """Space and rights where runs write.
-
-    Args:
-        folder: of runs; it need not be there yet.
-        needed: bytes.
-    """
+    """Space, `needed` in bytes, and rights where runs write; the folder need not be there yet."""
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=there):

@@ -138,11 +138,7 @@ def check_port(port: int) -> Iterator[Finding]:
 
 
 def split_peer(text: str) -> tuple[str, int]:
-    """Host and port of `--peer`.
-
-    Raises:
-        ConfigError: it is no HOST:PORT.
-    """
+    """Host and port of `--peer`; raises `ConfigError` if it is no HOST:PORT."""
     try:
         return split_tcp_url(f"tcp://{text.removeprefix('tcp://')}")
     except ValueError:
@@ -228,8 +224,7 @@ def _rate(connection: socket.socket, kind: bytes, trip: float) -> float:
 def _timed(connection: socket.socket, kind: bytes, num_bytes: int) -> tuple[int, float]:
     """Bytes moved, and the seconds they took; fewer than asked for where `_LONGEST_SECONDS` are over.
 
-    Raises:
-        ValueError: the other end gave no answer.
+    Raises `ValueError` if the other end gave no answer.
     """
     begin = time.perf_counter()
     until = begin + _LONGEST_SECONDS
@@ -254,8 +249,7 @@ def _send(connection: socket.socket, num_bytes: int, until: float = math.inf) ->
 def _skip(connection: socket.socket, num_bytes: int, until: float = math.inf) -> int:
     """Receives so many bytes, at least one, and forgets them; returns how many are left, where time is over before.
 
-    Raises:
-        ValueError: the other end has gone.
+    Raises `ValueError` if the other end has gone.
     """
     while num_bytes:
         received = len(connection.recv(min(num_bytes, len(_BLOCK))))
