@@ -25,6 +25,7 @@ from hf_diloco.cli.plan import LaunchOptions, load_options
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.credentials import identity_path
 from hf_diloco.store.signing import ENV_KEY
+from hf_diloco.utils.files import read_json
 from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.urls import is_object_store
 
@@ -177,7 +178,7 @@ def portable_run_file(deployment: Deployment) -> str:
     for name in ("island", "num_islands", "rendezvous"):  # which the engine says
         values.get(run.meeting_name, {}).pop(name, None)
     if isinstance(run.deepspeed, str):
-        values["deepspeed"] = json.loads(Path(run.deepspeed).read_text(encoding="utf-8"))
+        values["deepspeed"] = read_json(Path(run.deepspeed))
     for path, text in _files_named(run, values):
         raise _names_file_here(path, text)
     for path in run.files.patterns:  # which may lie elsewhere alone

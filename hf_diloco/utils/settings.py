@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import one_line
 
 
 class Block(BaseModel):
@@ -25,6 +28,15 @@ class Block(BaseModel):
         if _is_boolean_for_number(value, cls.model_fields[str(info.field_name)].annotation):
             raise ValueError(f"input should be a number, got {value}")
         return value
+
+
+@contextmanager
+def refusing(what: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
+    """Where a library is given settings: `ConfigError` says why it refuses them, by one of these errors."""
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(f"{what}: {one_line(error)}") from error
 
 
 def compile_pattern(setting: str, pattern: str) -> re.Pattern[str]:

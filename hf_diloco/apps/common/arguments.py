@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -19,7 +18,8 @@ from hf_diloco.apps.common.base import OFFLOAD_ON_CPU, BaseRun
 from hf_diloco.apps.common.deepspeed import check_deepspeed, deepspeed_config
 from hf_diloco.apps.common.environment import ENV_LAUNCHED
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import nearest, one_line
+from hf_diloco.utils.settings import refusing
+from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -114,7 +114,7 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
     }
     kinds = get_type_hints(TrainingArguments)
     settings = {key: float(value) if kinds[key] is float else value for key, value in settings.items()}
-    with _refusing("training"):
+    with refusing("training", (ValueError, TypeError, AssertionError, ImportError, OSError)):
         args = TrainingArguments(**settings)
     if (deepspeed := getattr(args, "hf_deepspeed_config", None)) is not None:
         check_deepspeed(deepspeed, args)
@@ -126,15 +126,6 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
     if run.where == "islands":  # nodes do not shard
         _shard_on_cpu(args)
     return args
-
-
-@contextmanager
-def _refusing(names: str) -> Iterator[None]:
-    """Where libraries are given settings: raises `ConfigError` with their reason, if they refuse these."""
-    try:
-        yield
-    except (ValueError, TypeError, AssertionError, ImportError, OSError) as error:
-        raise ConfigError(f"{names}: {one_line(error)}") from error
 
 
 def _try_settings(args: TrainingArguments) -> None:
@@ -152,7 +143,7 @@ def _try_settings(args: TrainingArguments) -> None:
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ConfigError("training.use_liger_kernel needs liger-kernel: pip install liger-kernel, or set it to false")
     if args.torch_compile_backend is not None:
-        with _refusing("training.torch_compile_backend"):
+        with refusing("training.torch_compile_backend"):
             DynamoBackend(args.torch_compile_backend.upper())
     modes = torch._inductor.list_mode_options() if args.torch_compile_mode is not None else {}
     if args.torch_compile_mode not in (None, *modes):
@@ -160,17 +151,17 @@ def _try_settings(args: TrainingArguments) -> None:
     nothing: Any = torch.nn.ParameterList([torch.zeros(1)])
     optimizer: torch.optim.Optimizer = torch.optim.SGD(nothing.parameters(), lr=args.learning_rate)
     if not args.optim_target_modules:
-        with _refusing(f"training.optim={OptimizerNames(args.optim).value}, optim_args={args.optim_args!r}"):
+        with refusing(f"training.optim={OptimizerNames(args.optim).value}, optim_args={args.optim_args!r}"):
             kind, options = Trainer.get_optimizer_cls_and_kwargs(args, nothing)
             if not any(name in options for name in _OF_THE_MODEL):
                 optimizer = kind(nothing.parameters(), **options)
     kwargs: Any = args.lr_scheduler_kwargs
-    with _refusing(
+    with refusing(
         f"training.lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value}, lr_scheduler_kwargs={kwargs}"
     ):
         warmup = args.get_warmup_steps(args.max_steps)
         get_scheduler(args.lr_scheduler_type, optimizer, warmup, args.max_steps, scheduler_specific_kwargs=kwargs)
-    with _refusing("training.dataloader_*"):
+    with refusing("training.dataloader_*"):
         DataLoader(
             [0],  # type: ignore[arg-type]
             num_workers=args.dataloader_num_workers,

@@ -13,6 +13,7 @@ from hf_diloco.apps.common.paths import get_at
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import refuse_nvme
 from hf_diloco.utils.extras import import_deepspeed_quietly
+from hf_diloco.utils.files import read_json
 from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
@@ -45,11 +46,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     """
     if run.deepspeed is None:
         return None
-    config: dict[str, Any] = (
-        json.loads(Path(run.deepspeed).read_text(encoding="utf-8"))
-        if isinstance(run.deepspeed, str)
-        else run.deepspeed
-    )
+    config = read_json(Path(run.deepspeed)) if isinstance(run.deepspeed, str) else run.deepspeed
     for name in _BLOCKS:
         *above, key = name.split(".")
         block = get_at(config, tuple(above)) or {}

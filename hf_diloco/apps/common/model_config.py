@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import nearest, one_line
+from hf_diloco.utils.settings import refusing
+from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -32,18 +33,14 @@ def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: 
         if key not in known:
             raise ConfigError(f"model.config: unknown setting {key}={value!r} of {model_type}{nearest(key, known)}")
     ours = {key: value for key, value in defaults.items() if key in known}
-    try:
+    with refusing(f"model.config: transformers refuses this {model_type}"):
         return AutoConfig.for_model(model_type, **{**ours, **settings, **fixed})
-    except Exception as error:  # each configuration class checks in its own way
-        raise ConfigError(f"model.config: transformers refuses this {model_type}: {one_line(error)}") from error
 
 
 def make_model(config: PreTrainedConfig, auto_class: Any, kind: str) -> PreTrainedModel:
     """A new model of a configuration; raises `ConfigError` if no such model can be made of it."""
-    try:
+    with refusing(f"model: no {kind} model can be made of {config.model_type}"):
         model: PreTrainedModel = auto_class.from_config(config)
-    except Exception as error:  # each model class checks in its own way
-        raise ConfigError(f"model: no {kind} model can be made of {config.model_type}: {one_line(error)}") from error
     return model
 
 
