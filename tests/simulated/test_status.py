@@ -19,7 +19,7 @@ from rich.console import Console
 
 from hf_diloco.cli.status import render, run_status
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import IslandLostError, RendezvousError, StoreError
+from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError, RendezvousError, StoreError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.open import open_node
@@ -303,24 +303,27 @@ def test_long_host_names_give_way(meeting: Meeting) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "message", "code"),
+    ("url", "message", "kind"),
     [
-        ("tcp://127.0.0.1:{port}", "no run can be seen at tcp://127.0.0.1:{port} ", 1),
-        ("tcp://127.0.0.1", "expected tcp://HOST:PORT", 2),
-        ("udp://127.0.0.1:29400", "status needs the place where the run's islands leave records", 2),
-        ("nowhere", "no run folder at nowhere: give the folder that the run wrote", 2),
-        ("file:relative", "a folder needs its full path", 2),
-        ("s3://", "is no object store", 2),
-        ("memory://here", "share no memory: use file:///DIR", 2),
-        ("file://{folder}", "there is no run at", 1),
-        ("file://{folder}/none", "there is no folder", 1),
+        ("tcp://127.0.0.1:{port}", "no run can be seen at tcp://127.0.0.1:{port} ", RendezvousError),
+        ("tcp://127.0.0.1", "expected tcp://HOST:PORT", ConfigError),
+        ("udp://127.0.0.1:29400", "status needs the place where the run's islands leave records", ConfigError),
+        ("nowhere", "no run folder at nowhere: give the folder that the run wrote", ConfigError),
+        ("file:relative", "a folder needs its full path", ConfigError),
+        ("s3://", "is no object store", ConfigError),
+        ("memory://here", "share no memory: use file:///DIR", ConfigError),
+        ("file://{folder}", "there is no run at", RendezvousError),
+        ("file://{folder}/none", "there is no folder", RendezvousError),
     ],
 )
-def test_where_there_is_no_run_one_line_says_so(tmp_path: Path, url: str, message: str, code: int) -> None:
+def test_where_there_is_no_run_one_line_says_so(
+    tmp_path: Path, url: str, message: str, kind: type[DiLoCoError]
+) -> None:
     port = find_free_port()
-    output = status(url.format(folder=tmp_path, port=port), expect=code).output
-    assert re.fullmatch(r"error: [^\n]+\n", output), output
-    assert message.format(port=port) in output
+    with pytest.raises(kind) as caught:
+        run_status(url.format(folder=tmp_path, port=port), None, None, 3, False)
+    assert message.format(port=port) in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 

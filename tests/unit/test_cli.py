@@ -100,10 +100,7 @@ def test_the_schema_takes_what_run_files_may_say() -> None:
     ("arguments", "message"),
     [
         (["launch", "missing.yaml"], "missing.yaml"),
-        (["launch", "{run}", "training.max_steps=0"], "max_steps"),
         (["launch", "{run}", "diloco.sync_evry=3"], "sync_every"),
-        (["launch", "{run}", "--rendezvous", "http://x"], "http://HOST:PORT/NAME"),
-        (["launch", "{run}", "--island", "1"], "rendezvous"),
         (["report", "no/such/run"], "no/such/run"),
         (["report", "{folder}", "page.html"], "--html"),
     ],
