@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from hf_diloco.apps.common.resume import loading
+from hf_diloco.apps.common.training import loading
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.checkpoints import check_stage, resume_across_ranks
 from hf_diloco.inner.island import IslandGroup

@@ -1,24 +1,36 @@
-"""What one rank of an island, or node, trains with; and its training, from the plan to the end."""
+"""What one rank of an island, or node, trains with; where its training goes on from; and the training, to the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+import torch
 from pydantic import ValidationError
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.process import STOPPED, say
-from hf_diloco.apps.common.resume import loading, step_of
-from hf_diloco.errors import ConfigError
+from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.utils.files import read_json
+from hf_diloco.utils.threads import outlive_gloo
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 
-    from hf_diloco.apps.common.resume import AnyCallback
+    from hf_diloco.apps.lm.plain import PlainCallback
+    from hf_diloco.trainer.callback import DiLoCoCallback
+    from hf_diloco.trainer.gossip_callback import GossipCallback
     from hf_diloco.trainer.progress import Progress
+
+    AnyCallback: TypeAlias = DiLoCoCallback | GossipCallback | PlainCallback
+
+LONGEST_PREPARATION = 24 * 3600.0
+"""Seconds that ranks wait for their leader to prepare the data."""
 
 R = TypeVar("R", bound=BaseRun, covariant=True)
 C = TypeVar("C", bound="AnyCallback", covariant=True)
@@ -43,6 +55,37 @@ class Assembled(Generic[R, C, D]):
     speaks: bool
 
 
+def check_world(args: TrainingArguments) -> None:
+    """Raises `UnsupportedError` unless the launcher's idea of the island is accelerate's."""
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if args.world_size != launched:
+        raise UnsupportedError(
+            f"the launcher started {launched} ranks but accelerate sees {args.world_size}: start the island with "
+            "torchrun, deepspeed, or accelerate launch without --cpu"
+        )
+    if torch.distributed.is_initialized():
+        outlive_gloo()
+
+
+@contextmanager
+def leader_first(ranks: IslandGroup) -> Iterator[None]:
+    """Lets the other ranks begin when the leader has ended, which may take as long as the group waits."""
+    if not ranks.is_leader:
+        ranks.barrier()
+    yield
+    if ranks.is_leader:
+        ranks.barrier()
+
+
+def find_checkpoint(run: BaseRun, callback: AnyCallback) -> Path | None:
+    """Where training goes on from, as `launch.resume` says; None: from the beginning."""
+    if run.launch.resume == "auto":
+        return callback.common_checkpoint(run.island_folder())
+    if checkpoint := run.checkpoint_given():
+        callback.check_checkpoint(checkpoint)
+    return checkpoint
+
+
 def train_on(
     assembled: A, progress: Progress, print_plan: Callable[[A], object], finish: Callable[[A, Progress], object]
 ) -> int:
@@ -59,7 +102,8 @@ def train_on(
     run, trainer, checkpoint = assembled.run, assembled.trainer, assembled.checkpoint
     if assembled.speaks:
         print_plan(assembled)
-        if checkpoint is not None and step_of(checkpoint) >= trainer.args.max_steps:
+        saved = read_json(checkpoint / "trainer_state.json") if checkpoint else {}
+        if saved.get("global_step", 0) >= trainer.args.max_steps:
             say(
                 f"the run has ended: {checkpoint} is of its last step. For a new run give another --name; to train "
                 "on, a greater training.max_steps"
@@ -80,3 +124,22 @@ def train_on(
         say(f"stopped at step {step} as asked{end}")
     progress.update(state="done", message=f"stopped on request at step {step}")
     return STOPPED
+
+
+@contextmanager
+def loading(checkpoint: Path | None) -> Iterator[None]:
+    """Where a Trainer loads the checkpoint, and trains on.
+
+    Raises:
+        CheckpointError: the checkpoint's weights do not fit the model.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if checkpoint is None or "loading state_dict" not in str(error):
+            raise
+        reason = str(error).splitlines()[-1].strip().rstrip(".")
+        raise CheckpointError(
+            f"{checkpoint} is of another model than the run file's ({reason}): give another name for a new run, or "
+            "delete the checkpoints of this one on all islands"
+        ) from error

@@ -5,7 +5,6 @@ A checkpoint is on the Hub or in a folder of Hugging Face's, or a file in llama.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,29 +43,26 @@ _SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build_config(model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> PreTrainedConfig:
+def build_config(
+    model: ModelBlock, tokenizer: PreTrainedTokenizerBase | None, sequence_length: int, vocab_size: int = 0
+) -> PreTrainedConfig:
     """The configuration of a model that is trained from scratch, for this vocabulary and length.
 
-    Raises `ConfigError` as `make_config`, or if they do not fit.
+    Without a tokenizer, for one of `vocab_size` that is yet to be trained. Raises `ConfigError` as `make_config`, or
+    if they do not fit.
     """
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad")}
-    defaults = {"vocab_size": len(tokenizer), **special}
-    config = config_from_scratch(model, defaults, sequence_length)
-    _check_fits(config, tokenizer, sequence_length)
-    return config
-
-
-def config_from_scratch(model: ModelBlock, defaults: Mapping[str, Any], sequence_length: int) -> PreTrainedConfig:
-    """The configuration of a preset, or of `model.config`, without a look at the tokenizer.
-
-    `defaults` are settings that it need not give, such as the size of the vocabulary. Raises as `make_config`.
-    """
+    defaults: dict[str, Any] = {"vocab_size": vocab_size}
+    if tokenizer is not None:
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad")}
+        defaults = {"vocab_size": len(tokenizer), **special}
     if model.preset is not None:
         given = {"model_type": "llama", "tie_word_embeddings": True, **_SHAPES[model.preset]}
         given["max_position_embeddings"] = max(2048, sequence_length)
     else:
         given = dict(model.config or {})
-    return make_config(given, defaults)
+    config = make_config(given, defaults)
+    _check_fits(config, tokenizer, sequence_length)
+    return config
 
 
 def build_model(
@@ -99,11 +95,10 @@ def sketch_model(run: RunFile, tokenizer: PreTrainedTokenizerBase | None) -> Pre
     import torch
 
     model, length = run.model, run.data.sequence_length
-    if model.path is None and tokenizer is not None:
-        config = build_config(model, tokenizer, length)
+    if model.path is None:
+        config = build_config(model, tokenizer, length, (run.tokenizer.train or TrainTokenizer()).vocab_size)
     else:
-        vocabulary = {"vocab_size": (run.tokenizer.train or TrainTokenizer()).vocab_size}
-        config = config_from_scratch(model, vocabulary, length) if model.path is None else load_config(model.path)
+        config = load_config(model.path)
         _check_fits(config, tokenizer, length)
     with torch.device("meta"):
         made = make_model(config, auto_class(model), f"{model.objective} language")
