@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_diloco.dashboard.source import Look
 from hf_diloco.report.island import TimeSplit, exchanges, total
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hf_diloco.report.summary import Report
 
 HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+
+T = TypeVar("T")
 
 Samples = Mapping[Any, float | None]
 """Values by the tuple of what the labels are."""
@@ -47,40 +49,37 @@ class _Figures:
             yield from self._of_store(look.status)
 
     def _of_folder(self, run: Run, report: Report) -> Iterator[Metric]:
-        islands = {(str(one.island),): one for one in report.islands}
-        now = {(str(number),): entry for number, entry in self._look.now.items()}
+        islands, now = {one.island: one for one in report.islands}, self._look.now
         yield self._gauge("eval_loss", "Evaluation loss of the outer weights, in nats.", {(): report.eval_loss})
-        steps = {name: one.steps for name, one in islands.items()}
-        yield self._gauge("recorded_step", "Optimizer steps that the record goes to.", steps, "island")
-        rounds = {name: one.num_rounds for name, one in islands.items()}
-        yield self._gauge("rounds", "Rounds on record.", rounds, "island")
-        losses = {name: one.train_loss for name, one in islands.items()}
-        yield self._gauge("train_loss", "Last training loss, in nats.", losses, "island")
-        current = {name: one.progress.step for name, one in now.items()}
-        yield self._gauge("step", "Optimizer steps done.", current, "island")
-        ages = {name: one.age for name, one in now.items()}
-        yield self._gauge("progress_age_seconds", "Since it last said where it stands.", ages, "island")
-        speeds = {(*name, one.progress.unit): one.progress.tokens_per_second for name, one in now.items()}
+        yield self._each("recorded_step", "Optimizer steps that the record goes to.", islands, lambda one: one.steps)
+        yield self._each("rounds", "Rounds on record.", islands, lambda one: one.num_rounds)
+        yield self._each("train_loss", "Last training loss, in nats.", islands, lambda one: one.train_loss)
+        yield self._each("step", "Optimizer steps done.", now, lambda one: one.progress.step)
+        yield self._each("progress_age_seconds", "Since it last said where it stands.", now, lambda one: one.age)
+        speeds = {(str(name), one.progress.unit): one.progress.tokens_per_second for name, one in now.items()}
         yield self._gauge("speed", "Tokens or images a second, recently.", speeds, "island", "unit")
         for kind in ("bytes_sent", "bytes_received"):
             sums = {(str(island.island),): _everything(island, kind) for island in run.islands}
             yield self._counter(kind, "Payload of all rounds.", sums, "island")
         times = {name: (one.seconds or TimeSplit()).parts() for name, one in islands.items()}
-        seconds = {(*name, part): spent for name, parts in times.items() for part, spent in parts.items()}
+        seconds = {(str(name), part): spent for name, parts in times.items() for part, spent in parts.items()}
         yield self._counter("seconds", "Where the time went.", seconds, "island", "part")
 
     def _of_store(self, status: RunStatus) -> Iterator[Metric]:
-        islands = {(str(one.island),): one for one in status.islands}
+        islands = {one.island: one for one in status.islands}
         yield self._gauge("store_round", "Rounds committed.", {(): status.round})
         yield self._gauge("store_refused_objects", "Objects that were refused.", {(): len(status.refused)})
         stored = {(kind,): size for kind, size in status.stored.model_dump().items()}
         yield self._gauge("store_bytes", "What lies in the store.", stored, "kind")
-        alive = {name: one.presence == "alive" for name, one in islands.items()}
-        yield self._gauge("store_island_alive", "Whether its sign of life was seen to change.", alive, "island")
-        lag = {name: one.lag for name, one in islands.items()}
-        yield self._gauge("store_island_lag", "Rounds behind the newest committed one.", lag, "island")
-        speeds = {name: one.tokens_per_second for name, one in islands.items()}
-        yield self._gauge("store_island_tokens_per_second", "Of the whole island, recently.", speeds, "island")
+        alive = "Whether its sign of life was seen to change."
+        yield self._each("store_island_alive", alive, islands, lambda one: one.presence == "alive")
+        yield self._each("store_island_lag", "Rounds behind the newest committed one.", islands, lambda one: one.lag)
+        speed = "Of the whole island, recently."
+        yield self._each("store_island_tokens_per_second", speed, islands, lambda one: one.tokens_per_second)
+
+    def _each(self, name: str, text: str, islands: Mapping[int, T], figure: Callable[[T], float | None]) -> Metric:
+        """A gauge of each island."""
+        return self._gauge(name, text, {(str(number),): figure(one) for number, one in islands.items()}, "island")
 
     def _gauge(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
         from prometheus_client.core import GaugeMetricFamily
