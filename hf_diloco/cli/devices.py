@@ -53,13 +53,15 @@ def ask_driver() -> tuple[int, str]:
 
 
 def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) -> list[list[str]]:
-    """Gives every island `num_processes` devices, in order: its own, while there are enough of them.
+    """Gives every island `num_processes` devices, in order: its own, while there are enough of them; none of none.
 
     Else islands share some, as no communicator of NCCL spans islands; the ranks of one never do.
 
     Raises:
         ConfigError: there are too few for one island.
     """
+    if not devices:
+        return [[] for _ in range(num_islands)]
     num_shares = len(devices) // num_processes
     if not num_shares:
         raise ConfigError(

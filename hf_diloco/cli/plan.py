@@ -261,8 +261,6 @@ def _rendezvous(run: BaseRun, options: LaunchOptions, free_port: int) -> str | N
 
 def _devices(run: BaseRun, num_islands: int, num_processes: int) -> list[list[str]]:
     found = [] if run.launch.use_cpu else devices.cuda_devices()
-    if found:
-        return devices.share_devices(found, num_islands, num_processes)
-    if run.launch.use_cpu is False:
+    if not found and run.launch.use_cpu is False:
         raise ConfigError("launch.use_cpu is false, but this machine shows no CUDA device (nvidia-smi -L)")
-    return [[] for _ in range(num_islands)]
+    return devices.share_devices(found, num_islands, num_processes)

@@ -138,8 +138,6 @@ def _meeting(island: int | None, num_islands: int, rendezvous: str | None, free_
 def _device_shares(num_islands: int, num_processes: int) -> list[list[str]]:
     """All devices, divided. Where that is fewer than an island has processes, islands share; see `share_devices`."""
     found = devices.cuda_devices()
-    if not found:
-        return [[] for _ in range(num_islands)]
     return devices.share_devices(found, num_islands, max(min(num_processes, len(found)), len(found) // num_islands))
 
 
