@@ -107,9 +107,10 @@ class BarDisplay(LineDisplay):
     def __init__(self, console: Console, islands: Sequence[int], unit: str = "island") -> None:
         super().__init__(console, unit=unit)
         wide, self._is_narrow = console.width >= _WIDE, console.width < _NARROW
+        bar = BarColumn(None if wide else 12, complete_style="cyan", finished_style="green")
         self._bars = Progress(
             TextColumn("[{task.fields[colour]}]{task.description}"),
-            *([] if self._is_narrow else [_bar(None if wide else 12)]),
+            *([] if self._is_narrow else [bar]),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TextColumn("[dim]{task.fields[state]}"),
@@ -159,10 +160,6 @@ class BarDisplay(LineDisplay):
     def __exit__(self, *error: object) -> None:
         self._live.update(self._bars)
         self._live.stop()
-
-
-def _bar(width: int | None) -> BarColumn:
-    return BarColumn(bar_width=width, complete_style="cyan", finished_style="green")
 
 
 def _colour(island: int) -> str:

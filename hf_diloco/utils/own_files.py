@@ -56,15 +56,12 @@ def check_names(name: str, found: type, needed: Iterable[str], taken: Container[
         raise ValueError(f"{name!r}: {own} is a method of hf_diloco: give the class another name")
 
 
-def identify_own(name: str) -> str:
-    """The class and a digest of its file, by which islands see whether all have the same."""
+def identify(name: str) -> str:
+    """What must be equal on all who train together: a name of the package's, or a class with a digest of its file."""
+    if not is_own(name):
+        return name
     path, wanted = _split(name)
     return f"{wanted} of a file with SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
-
-
-def identify(name: str) -> str:
-    """What must be equal on all who train together, of a setting that names a class or one of the package's."""
-    return identify_own(name) if is_own(name) else name
 
 
 def _split(name: str) -> tuple[Path, str]:

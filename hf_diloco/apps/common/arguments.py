@@ -241,7 +241,8 @@ def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> st
         return f"unknown setting {name}={value!r}{nearest(key, sorted(known))}"
     if key.endswith("_kwargs") and isinstance(value, str) and not _is_json_object(value):
         return f"{name}: expected a block of `key: value` lines, got {value!r}"
-    names = [str(one.value) for kind in get_args(types[key]) if _is_enum(kind) for one in kind]
+    kinds = [kind for kind in get_args(types[key]) if isinstance(kind, type) and issubclass(kind, Enum)]
+    names = [str(one.value) for kind in kinds for one in kind]
     if names and isinstance(value, str) and value not in names:
         return f"{name}: {value!r} is not one of {', '.join(names)}{nearest(value, names)}"
     kind: Any = Annotated[types[key], _RANGES[key]] if key in _RANGES else types[key]
@@ -265,10 +266,6 @@ def _problems_of_trackers(report_to: Any) -> Iterator[str]:
             hint = f"{nearest(name, known)}: known: {', '.join(known)}"
             hint = ": install its package, or leave it out" if name in known else hint
             yield f"training.report_to: {name!r} is not to be had here{hint}"
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def _is_json_object(text: str) -> bool:

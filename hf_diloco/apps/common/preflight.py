@@ -6,16 +6,12 @@ Loads the libraries, which takes seconds, and reads a little of the data. Starts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from hf_diloco.apps.common.arguments import check_training, training_arguments
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.deepspeed import try_deepspeed
 from hf_diloco.apps.common.hub import check_login, use_cache_without_hub
 from hf_diloco.errors import ConfigError, DiLoCoError
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 
 def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
@@ -42,12 +38,9 @@ def _attempts(run: BaseRun) -> Iterator[Callable[[], object]]:
 
 
 def _try_training(run: BaseRun) -> None:
-    check_training(run.training)
-    try_deepspeed(run, _build_arguments(run))
-
-
-def _build_arguments(run: BaseRun) -> TrainingArguments:
     """As an island does, but for one rank, and without what needs a process group: DeepSpeed, and its backend."""
+    check_training(run.training)
     fsdp = run.fsdp and run.fsdp.model_copy(update={"num_replicas": 1})
     training = {name: value for name, value in run.training.items() if name not in ("report_to", "ddp_backend")}
-    return training_arguments(run.model_copy(update={"deepspeed": None, "fsdp": fsdp, "training": training}))
+    args = training_arguments(run.model_copy(update={"deepspeed": None, "fsdp": fsdp, "training": training}))
+    try_deepspeed(run, args)

@@ -110,14 +110,11 @@ def augment(block: AugmentBlock, pixels: torch.Tensor, seed: int, epoch: int, ex
     """
     if block.random_crop == 0 and not block.horizontal_flip:
         return pixels
-    padding, none = block.random_crop, np.zeros(len(examples), dtype=np.int64)
-    tops, lefts = none, none
-    if padding:
-        num_places = 2 * padding + 1
-        tops = (uniform("row", seed, epoch, examples) * num_places).astype(np.int64)
-        lefts = (uniform("column", seed, epoch, examples) * num_places).astype(np.int64)
-    flips = uniform("flip", seed, epoch, examples) < 0.5 if block.horizontal_flip else none.astype(bool)
-    return _crop_and_flip(pixels, padding, torch.from_numpy(tops), torch.from_numpy(lefts), torch.from_numpy(flips))
+    num_places = 2 * block.random_crop + 1
+    tops = (uniform("row", seed, epoch, examples) * num_places).astype(np.int64)
+    lefts = (uniform("column", seed, epoch, examples) * num_places).astype(np.int64)
+    flips = (uniform("flip", seed, epoch, examples) < 0.5) & block.horizontal_flip
+    return _crop_and_flip(pixels, block.random_crop, *map(torch.from_numpy, (tops, lefts, flips)))
 
 
 def _crop_and_flip(
