@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import plural
+from hf_diloco.utils.text import counted
 from hf_diloco.utils.urls import split_tcp_url
 
 ANSWER_SECONDS = 60.0  # of nvidia-smi, which hangs where the driver does
@@ -124,9 +124,8 @@ def _shared_devices(unit: str, shares: Sequence[Sequence[str]]) -> str:
         return ""
     used = sorted({device for share in shares for device in share})
     return (
-        f"{len(shares)} {plural(unit, len(shares))} share {len(used)} CUDA {plural('device', len(used))} "
-        f"({', '.join(used)}): they take turns there, and its memory must hold all of them; to each its own, start "
-        "some on other machines with --island"
+        f"{counted(len(shares), unit)} share {counted(len(used), 'CUDA device')} ({', '.join(used)}): they take turns "
+        "there, and its memory must hold all of them; to each its own, start some on other machines with --island"
     )
 
 
@@ -137,8 +136,8 @@ def _crowded_cores(unit: str, num_islands: int, num_processes: int, threads: int
     processes = f" of {num_processes} processes" if num_processes > 1 else ""
     remedy = "set OMP_NUM_THREADS lower, or unset it" if threads > 1 else "start fewer of them here"
     return (
-        f"{num_islands} {plural(unit, num_islands)}{processes} with {threads} {plural('thread', threads)} each keep "
-        f"{needed} cores busy, and this machine has {cores}: they slow each other down; {remedy}"
+        f"{counted(num_islands, unit)}{processes} with {counted(threads, 'thread')} each keep {needed} cores busy, "
+        f"and this machine has {cores}: they slow each other down; {remedy}"
     )
 
 

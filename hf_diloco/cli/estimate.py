@@ -186,8 +186,7 @@ def _show(estimate: Estimate) -> None:
 
 def _facts(estimate: Estimate) -> list[tuple[str, str]]:
     scenario, own, memory = estimate.scenario, estimate.own, estimate.memory
-    islands = f"{scenario.num_islands} {text.plural('island', scenario.num_islands)}"
-    ranks = f"{scenario.num_ranks} {text.plural('rank', scenario.num_ranks)}"
+    islands, ranks = text.counted(scenario.num_islands, "island"), text.counted(scenario.num_ranks, "rank")
     link = f"{bit_rate(scenario.link.bits_per_second)} each way, {duration(scenario.link.rtt)} there and back"
     overlap = next(row.way for row in estimate.rows if row.way.method == "overlap")
     host = f"{text.size(memory.host)} of DeepSpeed and " if memory.host else ""

@@ -18,7 +18,7 @@ from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import check_own_address
-from hf_diloco.utils.text import plural
+from hf_diloco.utils.text import counted
 from hf_diloco.utils.urls import is_object_store
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -131,10 +131,9 @@ class Plan:
 
     def describe(self, remark: str = "") -> str:
         """What is being started, of how many, where they meet, and where the logs are."""
-        here, unit = len(self.islands), self.unit
-        who = f"{here} {plural(unit, here)}"
-        if here != self.num_islands:
-            who = f"{unit} {self.islands[0].number} of {self.num_islands}"
+        who = counted(len(self.islands), self.unit)
+        if len(self.islands) != self.num_islands:
+            who = f"{self.unit} {self.islands[0].number} of {self.num_islands}"
         meeting = f", meeting at {self.rendezvous}" if self.rendezvous else ""
         return f"{who}{remark}{meeting}; full logs in {self.folder}/island-*/log.txt"
 

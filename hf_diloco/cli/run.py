@@ -23,7 +23,7 @@ from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
 from hf_diloco.cli.plan import LaunchOptions, Plan, leave_other_launchers, load_options, make_plan
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import plural
+from hf_diloco.utils.text import counted
 
 
 def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
@@ -80,8 +80,7 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
     leave_other_launchers()
     if dry_run:
         check_all(run)
-        what = f"{num_islands} {plural(run.unit, num_islands)}"
-        out.print(f"this process would train {what} in {run.folder}", soft_wrap=True)
+        out.print(f"this process would train {counted(num_islands, run.unit)} in {run.folder}", soft_wrap=True)
         return 0
     code = _simulate(run, num_islands)
     if code:

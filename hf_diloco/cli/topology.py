@@ -184,13 +184,11 @@ def _rows(figures: TopologyFigures) -> list[tuple[str, str]]:
 
     drawn_anew = "drawn anew at each step" if figures.period is None else f"come again after {figures.period} steps"
     changes = "do not change" if figures.period == 1 else drawn_anew
-    exact = (
-        "" if figures.rho else f": the exact average after {figures.period} {text.plural('step', figures.period or 0)}"
-    )
+    exact = "" if figures.rho else f": the exact average after {text.counted(figures.period or 0, 'step')}"
     most = f", at most {text.size(figures.most_bytes_per_step)}"
     stable = f"up to {floor_digits(figures.largest_stable_beta)}" if figures.largest_stable_beta < 1 else "below 1"
     return [
-        ("graph", f"{figures.name}, {figures.num_nodes} {text.plural('node', figures.num_nodes)}"),
+        ("graph", f"{figures.name}, {text.counted(figures.num_nodes, 'node')}"),
         ("weights", f"{'symmetric' if figures.is_symmetric else 'not symmetric'}, {changes}"),
         ("rho", f"{figures.rho:.4f}; spectral gap {figures.spectral_gap:.4f}{exact}"),
         (

@@ -46,13 +46,13 @@ def _checks(run: BaseRun, plan: Plan) -> Iterator[tuple[str, Check]]:
 
 
 def _settings(run: BaseRun, plan: Plan) -> Iterable[Finding]:
-    here = len(plan.islands)
+    here = text.counted(len(plan.islands), run.unit)
     named = "DeepSpeed's, tokenizer and data" if isinstance(run, RunFile) else "model and images"
     yield Finding(
         "run file",
         "ok",
         f"settings, Trainer's arguments, {named} of {run.name} can be used; "
-        f"{here} {text.plural(run.unit, here)} would start here, with {run.max_steps:,} steps",
+        f"{here} would start here, with {run.max_steps:,} steps",
     )
 
 

@@ -153,7 +153,7 @@ def _of_store(status: RunStatus) -> dict[str, Any]:
     """What the page shows of a store, by the names that the template has for it."""
     numbers = [island.island for island in status.islands]
     return {
-        "subtitle": f"{text.plural(status.unit, len(numbers))} {text.numbers(numbers)}",
+        "subtitle": text.name_all(numbers, status.unit),
         "unit": status.unit,
         "tiles": tiles(status),
         "plots": plots(status),
@@ -183,7 +183,7 @@ def tiles(status: RunStatus) -> list[Tile]:
     if status.unit == "node":
         furthest = max((node.steps or 0 for node in status.islands), default=0)
         return [who, Tile("Steps", text.count(furthest), "of the furthest node"), refused]
-    rounds = f"in the last {len(status.rounds)} {text.plural('round', len(status.rounds))}"
+    rounds = f"in the last {text.counted(len(status.rounds), 'round')}"
     return [
         Tile("Rounds", text.count(status.round), of_all),
         Tile("A round takes", took, f"median of the last {len(status.rounds)}"),

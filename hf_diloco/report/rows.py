@@ -48,17 +48,17 @@ def title(report: Report) -> str:
     if report.method is not None:
         done = f", {text.count(report.steps)} steps"
     elif report.num_islands is not None:
-        done = f", {report.num_rounds:,} {text.plural('round', report.num_rounds)}"
-    covers = f" (record of {_covers(report)})" if report.missing_islands else ""
-    return f"{report.name}: {report.size} {text.plural(report.noun, report.size)}{done}{covers}"
+        done = f", {text.counted(report.num_rounds, 'round')}"
+    covers = f" (record of {text.name_all(report.covers, report.noun)})" if report.missing_islands else ""
+    return f"{report.name}: {text.counted(report.size, report.noun)}{done}{covers}"
 
 
 def subtitle(report: Report) -> str:
     """What was trained, and how, in one line; what is unknown is left out."""
     layouts = sorted({island.shards for island in report.islands if island.shards})
     known = [
-        (report.size, f"{report.size} {text.plural(report.noun, report.size)}"),
-        (report.missing_islands or None, f"records of {_covers(report)} only"),
+        (report.size, text.counted(report.size, report.noun)),
+        (report.missing_islands or None, f"records of {text.name_all(report.covers, report.noun)} only"),
         (report.num_parameters, f"{text.short_count(report.num_parameters)} parameters"),
         (layouts or None, " / ".join(layouts)),
         (report.steps, f"{text.count(report.steps)} {'inner ' if report.method is None else ''}steps"),
@@ -68,11 +68,6 @@ def subtitle(report: Report) -> str:
         (report.method, f"{report.method} on {report.topology}"),
     ]
     return " · ".join(part for value, part in known if value is not None)
-
-
-def _covers(report: Report) -> str:
-    """Whose records are here."""
-    return f"{text.plural(report.noun, len(report.covers))} {text.numbers(report.covers)}"
 
 
 def overview(report: Report) -> list[tuple[str, str]]:
@@ -121,9 +116,8 @@ def _evaluation(report: Report) -> str:
 def _throughput(report: Report) -> str:
     if report.tokens_per_second is None:
         return text.MISSING
-    num = len(report.covers)
     tokens = f", {text.short_count(report.num_tokens)} tokens" if report.num_tokens is not None else ""
-    return f"{text.rate(report.tokens_per_second)}  ({num} {text.plural('island', num)}{tokens})"
+    return f"{text.rate(report.tokens_per_second)}  ({text.counted(len(report.covers), 'island')}{tokens})"
 
 
 def _traffic(report: Report, repeated_in: str) -> str:
@@ -162,14 +156,13 @@ def _every(report: Report) -> str:
     """How often there is a round, in inner steps."""
     if not report.sync_every:
         return ""
-    steps = f"{report.sync_every:,} {text.plural('step', report.sync_every)}"
+    steps = text.counted(report.sync_every, "step")
     return f"every {steps}" if report.num_fragments == 1 else f"{report.num_fragments} fragments, each every {steps}"
 
 
 def _hashes(report: Report) -> str:
     if report.mismatched_rounds:
-        bad = report.mismatched_rounds
-        return f"DIFFER between islands after {text.plural('round', len(bad))} {text.numbers(bad)}"
+        return f"DIFFER between islands after {text.name_all(report.mismatched_rounds, 'round')}"
     if not report.num_rounds_compared:
         return "not compared: no two islands' records of a round are here" if report.num_rounds else text.MISSING
     num = report.num_rounds_compared

@@ -12,7 +12,7 @@ from hf_diloco.report.island import NO_START, Figures, IslandReport, TimeSplit, 
 from hf_diloco.report.progress import AT_THE_END
 from hf_diloco.report.read import IslandRun, Run
 from hf_diloco.report.records import Neighbour, Refused, Sync
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.text import counted, name_all, plural
 
 _SETTINGS = {
     *("num_parameters", "sync_every", "payload", "max_steps", "method", "topology"),
@@ -211,15 +211,15 @@ def _unequal_hashes(rounds: Sequence[RoundReport]) -> Iterator[str]:
     wrong = [r.round for r in rounds if r.hashes_equal is False]
     if wrong:
         yield (
-            f"the islands' outer parameters DIFFER after {plural('round', len(wrong))} {numbers(wrong)}: they no "
-            "longer train one model; resume from a checkpoint before that round"
+            f"the islands' outer parameters DIFFER after {name_all(wrong, 'round')}: they no longer train one model; "
+            "resume from a checkpoint before that round"
         )
 
 
 def _not_outer(record: IslandRun, island: IslandReport) -> Iterator[str]:
     if island.on_boundary is False:
         steps, every = island.steps_since_sync or 0, record.start.sync_every if record.start else None
-        past = f", {steps} {plural('step', steps)} past its last synchronisation" if steps else ""
+        past = f", {counted(steps, 'step')} past its last synchronisation" if steps else ""
         was_missed = every is not None and steps >= every
         remedy = "rounds were missed: start it again" if was_missed else "let max_steps be a multiple of sync_every"
         yield (
@@ -241,8 +241,8 @@ def _missing(missing: Sequence[int], islands: Sequence[IslandReport]) -> Iterato
     if missing:
         noun = next((island.noun for island in islands), "island")
         yield (
-            f"no record of {plural(noun, len(missing))} {numbers(missing)} here: all figures cover "
-            f"{plural(noun, len(islands))} {numbers(i.island for i in islands)} alone; copy the missing island-N "
+            f"no record of {name_all(missing, noun)} here: all figures cover "
+            f"{name_all([island.island for island in islands], noun)} alone; copy the missing island-N "
             f"{plural('folder', len(missing))} into the run folder for the whole"
         )
 
@@ -262,7 +262,7 @@ def _incomplete(record: IslandRun, island: IslandReport, may_be_unfinished: bool
     if _stopped_early(island):
         yield f"{name} stopped at step {island.steps} of {island.max_steps}; start the run again to let it go on"
     if record.num_bad_lines:
-        yield f"{name}'s record has {record.num_bad_lines} unreadable {plural('line', record.num_bad_lines)}, left out"
+        yield f"{name}'s record has {counted(record.num_bad_lines, 'unreadable line')}, left out"
 
 
 def _neighbours(run: Run) -> Iterator[str]:
@@ -278,10 +278,10 @@ def _refused(run: Run) -> Iterator[str]:
         events = island.of(Refused)
         for name in sorted({name for event in events for name in event.islands}):
             named = [event for event in events if name in event.islands]
-            steps = numbers(event.step for event in named)
+            steps = name_all([event.step for event in named], "step")
             yield (
-                f"island {island.island} refused what came in the name of island {name}, at "
-                f"{plural('step', len(named))} {steps}: {named[-1].islands[name]}"
+                f"island {island.island} refused what came in the name of island {name}, at {steps}: "
+                f"{named[-1].islands[name]}"
             )
 
 
@@ -310,8 +310,8 @@ def _absences(run: Run) -> Iterator[str]:
         absent = [number for number, islands in sorted(parts.items()) if islands and island.island not in islands]
         if absent:
             yield (
-                f"island {island.island} had no part in {plural('round', len(absent))} {numbers(absent)}: it was away "
-                "or late, or its pseudo-gradient was left out; it has caught up"
+                f"island {island.island} had no part in {name_all(absent, 'round')}: it was away or late, or its "
+                "pseudo-gradient was left out; it has caught up"
             )
 
 
@@ -322,10 +322,7 @@ def _missing_rounds(run: Run) -> Iterator[str]:
         expected = {s.round for s in others if s.participants is None or island.island in s.participants}
         lacking = expected - held.get(island.island, expected)
         if lacking:
-            yield (
-                f"island {island.island}'s record lacks {plural('round', len(lacking))} {numbers(lacking)}, which "
-                "other islands have"
-            )
+            yield f"island {island.island}'s record lacks {name_all(lacking, 'round')}, which other islands have"
 
 
 def _left_out(run: Run) -> Iterator[str]:
@@ -334,6 +331,6 @@ def _left_out(run: Run) -> Iterator[str]:
         rounds = [sync.round for sync in syncs if island.island not in (sync.participants or ())]
         if rounds:
             yield (
-                f"island {island.island}'s pseudo-gradient was left out of {plural('round', len(rounds))} "
-                f"{numbers(rounds)}: it was not finite, or had no examples behind it"
+                f"island {island.island}'s pseudo-gradient was left out of {name_all(rounds, 'round')}: it was not "
+                "finite, or had no examples behind it"
             )

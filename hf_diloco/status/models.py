@@ -231,8 +231,8 @@ def island_row(status: RunStatus, island: IslandStatus) -> tuple[str, ...]:
 
 def round_row(entry: RoundStatus) -> tuple[str, ...]:
     """One round, in the order of `ROUND_COLUMNS`."""
-    num_offers = len(entry.offered)
-    state = f"{num_offers} {text.plural('offer', num_offers)} so far" if entry.state == "gathering" else entry.state
+    offers = text.counted(len(entry.offered), "offer")
+    state = f"{offers} so far" if entry.state == "gathering" else entry.state
     left_out = [f"{island}: {reason}" for island, reason in entry.left_out.items()]
     left_out += [f"tried again: {reason}" for reason in entry.aborted]
     return (

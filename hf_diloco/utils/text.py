@@ -79,6 +79,11 @@ def plural(noun: str, num: int) -> str:
     return noun if num == 1 else f"{noun}s"
 
 
+def counted(num: int, noun: str) -> str:
+    """`1 island`, `2 islands`, `1,203 steps`."""
+    return f"{num:,} {plural(noun, num)}"
+
+
 def numbers(values: Iterable[int], limit: int = 10) -> str:
     """A set of numbers in order, runs of them as spans (`1-3, 7, 9-12`); a long list is cut."""
     spans: list[list[int]] = []

@@ -19,7 +19,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import Where, find_refused
 from hf_diloco.utils.extras import need
 from hf_diloco.utils.settings import Block
-from hf_diloco.utils.text import plural
+from hf_diloco.utils.text import counted
 
 if TYPE_CHECKING:
     from hf_diloco.apps.lm.runfile import DiLoCoBlock
@@ -75,7 +75,7 @@ class FsdpBlock(Block):
         if self.num_replicas > 1 and (rest or num_shards < 2):
             raise ConfigError(
                 f"fsdp.num_replicas: {self.num_replicas} replicas need two ranks each or more, and equally many, but "
-                f"the island has {num_ranks} {plural('rank', num_ranks)}: change it, or launch.num_processes"
+                f"the island has {counted(num_ranks, 'rank')}: change it, or launch.num_processes"
             )
         return num_shards
 

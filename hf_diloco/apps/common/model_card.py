@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from hf_diloco.methods.outer import METHODS
 from hf_diloco.utils import text
 from hf_diloco.utils.files import write_whole
-from hf_diloco.utils.text import plural
 
 if TYPE_CHECKING:
     from hf_diloco.outer.checkpoint import OuterIndex
@@ -102,7 +101,7 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
             "tokens": text.short_count(report.num_tokens) if report.num_tokens else None,
         },
         name=report.name,
-        places=f"{report.size} {plural(report.noun, report.size)}",
+        places=text.counted(report.size, report.noun),
         covers=f", of {report.noun} {', '.join(map(str, report.covers))}" if report.missing_islands else "",
         figures=[(key, value) for key, value in overview(report) if key != "model"],
     )
@@ -132,7 +131,7 @@ def write_card_of_checkpoint(model_folder: Path, index: OuterIndex) -> None:
             "outer momentum": settings.get("outer_momentum"),
         },
         name=model_folder.resolve().name,
-        places=f"{number} {plural('island', number)}",
+        places=text.counted(number, "island"),
     )
 
 

@@ -26,7 +26,7 @@ from hf_diloco.apps.data.sources import (
 )
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import plural
+from hf_diloco.utils.text import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -182,7 +182,7 @@ def share_documents(documents: Documents, island: int, num_islands: int) -> Docu
         return documents.shard(num_shards=num_islands, index=island, contiguous=False)
     if documents.num_shards >= num_islands:
         return documents.shard(num_shards=num_islands, index=island)
-    files = f"{documents.num_shards} {plural('file', documents.num_shards)}"
+    files = counted(documents.num_shards, "file")
     warnings.warn(
         f"{files} cannot be divided among {num_islands} islands: every island reads all of them and keeps one "
         f"document in {num_islands}; more files save reading",

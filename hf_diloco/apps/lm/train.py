@@ -18,7 +18,7 @@ from hf_diloco.config.base import need_number
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.methods.outer import find_method
 from hf_diloco.report.island import IslandReport
-from hf_diloco.utils.text import plural
+from hf_diloco.utils.text import counted
 
 if TYPE_CHECKING:
     from hf_diloco.apps.lm.assemble import Island
@@ -123,8 +123,7 @@ def _print_plan(island: Island) -> None:
     amount = "a stream" if isinstance(data.train, PackedStream) else f"{len(data.train):,} sequences"
     say(f"model: {get_model_param_count(island.trainer.model):,} parameters")
     say(f"data of island {number}: {amount} of {length:,} tokens; evaluation: {len(data.evaluation)} sequences")
-    ranks = f"{args.world_size} {plural('rank', args.world_size)}"
-    batch = f"{args.train_batch_size} a rank x {accumulated} accumulated x {ranks}"
+    batch = f"{args.train_batch_size} a rank x {accumulated} accumulated x {counted(args.world_size, 'rank')}"
     say(f"batch of island {number}: {batch} = {examples:,} sequences ({examples * length:,} tokens) a step")
     if total > 1:
         together = f"{examples * total:,} sequences ({examples * length * total:,} tokens) a step"

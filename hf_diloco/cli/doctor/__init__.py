@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from hf_diloco.cli.display import terminal
-from hf_diloco.utils.text import plural
+from hf_diloco.utils.text import counted
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
@@ -71,9 +71,7 @@ def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
         counts = {"problems": problems, "warnings": warnings}
         print(json.dumps({**counts, "findings": [asdict(one) for one in found]}, indent=2))
     else:
-        console.print(
-            f"\n{problems} {plural('problem', problems)}, {warnings} {plural('warning', warnings)}", markup=False
-        )
+        console.print(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}", markup=False)
     return min(problems, 1)
 
 

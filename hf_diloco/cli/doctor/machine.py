@@ -136,7 +136,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def _devices(count: int) -> str:
-    return f"{count} CUDA {text.plural('device', count)}"
+    return text.counted(count, "CUDA device")
 
 
 def _bf16(on_cuda: bool) -> Finding:
@@ -207,8 +207,7 @@ def _other_cuda() -> Finding | None:
 def check_memory() -> Iterator[Finding]:
     """Cores and main memory."""
     free, total = memory_here()
-    cores = num_cores()
-    found = f"{text.size(free)} of {text.size(total)} are free, {cores} {text.plural('core', cores)}"
+    found = f"{text.size(free)} of {text.size(total)} are free, {text.counted(num_cores(), 'core')}"
     remedy = "end other programs: PyTorch, Trainer and DeepSpeed alone take 1 GB a rank"
     yield judge("memory", free >= LEAST_MEMORY, found, remedy)
 
