@@ -162,7 +162,6 @@ WRONG = {
     "schemes": (MINIMAL, ["diloco.rendezvous=ftp://x"], "s3, gs, az, http, https"),
     "max_steps as null": (MINIMAL, ["training.max_steps=null"], "training: max_steps must be a whole number"),
     "no max_steps": ("training: {learning_rate: 1.0}", [], "line 1: training: max_steps must be a whole number"),
-    "max_steps as text": (MINIMAL, ["training.max_steps=many"], "got 'many'"),
     "epochs": ("training: {max_steps: 3, num_train_epochs: 1}", [], "set max_steps instead"),
     "a setting of the Trainer": (
         MINIMAL + "max_steps: 3\n",
@@ -200,7 +199,7 @@ WRONG = {
         ["diloco.num_islands=2", "diloco.rendezvous=memory://here"],
         "'memory://here': islands are processes, and share no memory: use file:///DIR",
     ),
-    "processes": (MINIMAL, ["launch.num_processes=0"], "launch.num_processes"),
+    "processes": (MINIMAL, ["launch.num_processes=0"], "launch.num_processes: input should be greater than or"),
     "name": (MINIMAL, ["name=../x"], "name: '../x' cannot be a run's, whose folder has it: take letters"),
     "long name": (MINIMAL, ["name=" + "x" * 256], "name: string should have at most 255 characters"),
     "override": (MINIMAL, ["training.max_steps"], "expected KEY=VALUE"),
