@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 
 from hf_diloco.cli.arguments import AsJson
+from hf_diloco.config.base import describe
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import Link
 from hf_diloco.planning.estimate import TARGET, Estimate, Row, draw, make_estimate
@@ -140,10 +142,7 @@ def _refuse_foreign(ctx: typer.Context, run_file: Path) -> None:
 
 
 def _outer_loop(num_islands: int, sync_every: int, payload: str) -> DiLoCoBlock:
-    from pydantic import ValidationError
-
     from hf_diloco.apps.lm.runfile import DiLoCoBlock
-    from hf_diloco.config.base import describe
 
     try:
         block: DiLoCoBlock = DiLoCoBlock(num_islands=num_islands, island=0, sync_every=sync_every, payload=payload)

@@ -13,6 +13,9 @@ import typer
 from hf_diloco.cli.arguments import AsJson, group
 from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.utils.extras import need
+from hf_diloco.utils.limits import raise_file_limit
+from hf_diloco.utils.public_keys import show_public
 from hf_diloco.utils.urls import host_and_port, is_loopback, is_public, split_tcp_url
 
 logger = logging.getLogger("hf_diloco")
@@ -139,7 +142,6 @@ def rendezvous(
 
     from hf_diloco.store.server import StoreServer
     from hf_diloco.store.serving import Serving
-    from hf_diloco.utils.limits import raise_file_limit
 
     listener = open_listener(address, "the islands", allow_public_address)
     url = url_of(listener)
@@ -205,7 +207,6 @@ def dashboard(
     from hf_diloco.dashboard.server import Dashboard
     from hf_diloco.dashboard.source import Source
     from hf_diloco.store.credentials import load_key
-    from hf_diloco.utils.extras import need
 
     need("the page of a run", "matplotlib")
     if "://" in run:
@@ -241,7 +242,6 @@ def make(
     [cyan]hf-diloco keys make --shared diloco.key[/cyan]
     """
     from hf_diloco.store.credentials import make_identity, make_key
-    from hf_diloco.utils.public_keys import show_public
 
     if shared:
         make_key(file)
@@ -259,7 +259,6 @@ def show(file: Annotated[Path, typer.Argument(metavar="FILE", help="that `hf-dil
     [cyan]hf-diloco keys show island-0.pem[/cyan]
     """
     from hf_diloco.store.credentials import load_identity
-    from hf_diloco.utils.public_keys import show_public
 
     private = load_identity(file, 0)
     assert private is not None

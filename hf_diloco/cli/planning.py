@@ -13,6 +13,7 @@ import typer
 
 from hf_diloco import __version__
 from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument
+from hf_diloco.cli.devices import cuda_devices, num_cores
 from hf_diloco.utils import text
 from hf_diloco.utils.extras import installed_version
 from hf_diloco.utils.redact import redact
@@ -82,8 +83,6 @@ def _environment() -> dict[str, str]:
     """Names and values, in the order in which they are read; without secrets."""
     import psutil
 
-    from hf_diloco.cli.devices import num_cores
-
     return {
         "hf-diloco": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -98,8 +97,6 @@ def _environment() -> dict[str, str]:
 
 
 def _gpus() -> str:
-    from hf_diloco.cli.devices import cuda_devices
-
     found = cuda_devices()
     return f"{len(found)} ({', '.join(found)})" if found else "none"
 

@@ -23,6 +23,7 @@ from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
 from hf_diloco.cli.plan import LaunchOptions, Plan, leave_other_launchers, load_options, make_plan
 from hf_diloco.errors import ConfigError
+from hf_diloco.report import load_run, print_report, summarise
 from hf_diloco.utils.text import counted
 
 
@@ -129,8 +130,6 @@ def print_failures(result: Result, err: Console) -> None:
 
 
 def _print_report(run: BaseRun, out: Console) -> None:
-    from hf_diloco.report import load_run, print_report, summarise
-
     print_report(summarise(load_run(run.folder)), out)
 
 

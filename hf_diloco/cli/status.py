@@ -13,6 +13,7 @@ from rich.text import Text
 
 from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
+from hf_diloco.report import load_run
 from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
 from hf_diloco.status.models import ROUND_COLUMNS, RunStatus, figures, island_columns, island_row, round_row
 from hf_diloco.status.observer import TIMEOUT, Observer, observe
@@ -69,8 +70,6 @@ def _rendezvous_of(run: str) -> str:
     """Where the islands of a run meet."""
     if ":" in run.partition("/")[0]:
         return run
-    from hf_diloco.report import load_run
-
     found = load_run(run)
     if found.rendezvous:
         return found.rendezvous

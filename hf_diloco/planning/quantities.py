@@ -6,6 +6,7 @@ import math
 import re
 
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import seconds as seconds_of
 
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -51,9 +52,7 @@ def bit_rate(value: float) -> str:
 
 def duration(value: float) -> str:
     """Seconds for people, also short ones: 80 ms."""
-    from hf_diloco.utils import text
-
-    return text.seconds(value) if value >= 1 or not value else f"{value * 1e3:.3g} ms"
+    return seconds_of(value) if value >= 1 or not value else f"{value * 1e3:.3g} ms"
 
 
 def _split(text: str) -> tuple[float, str]:

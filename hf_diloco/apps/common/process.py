@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import hf_diloco
+from hf_diloco.apps.common.arguments import check_training
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import ENV_DEBUG, ENV_LAUNCHED, is_leader
-from hf_diloco.apps.common.hub import use_cache_without_hub
+from hf_diloco.apps.common.hub import check_login, use_cache_without_hub
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils.extras import installed_version
 from hf_diloco.utils.files import STOP_FILE, read_json, write_json
@@ -75,8 +76,6 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
     """
     check_folder(run)
     use_cache_without_hub(run.needs_hub)
-    from hf_diloco.apps.common.arguments import check_training
-    from hf_diloco.apps.common.hub import check_login
     from hf_diloco.trainer.progress import Progress
 
     check_training(run.training)

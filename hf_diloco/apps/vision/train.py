@@ -14,6 +14,7 @@ from hf_diloco.apps.common.process import last_evaluation, prepared, run_and_exi
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config.base import need_number
 from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.utils.text import short_count
 
 if TYPE_CHECKING:
     from hf_diloco.apps.vision.assemble import VisionNode
@@ -119,7 +120,6 @@ def _finish(node: VisionNode, progress: Progress) -> None:
 def _print_plan(node: VisionNode) -> None:
     """What is about to happen, with the batch of one node and of all."""
     from hf_diloco.trainer.arguments import examples_per_step
-    from hf_diloco.utils.text import short_count
 
     run, data, config, args = node.run, node.data, node.callback.config, node.trainer.args
     total = config.num_nodes

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from hf_diloco.cli.display import terminal
+from hf_diloco.cli.meeting import open_listener
 from hf_diloco.utils.text import counted
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -102,7 +103,6 @@ def checks(store: str | None, peer: str | None, port: int | None, folder: Path) 
 def answer(address: str) -> int:
     """Runs `hf-diloco doctor --listen`: answers other machines until Ctrl-C. For errors see `open_listener`."""
     from hf_diloco.cli.doctor.network import serve
-    from hf_diloco.cli.meeting import open_listener
 
     with (
         open_listener(address.removeprefix("tcp://"), "the other machine") as listener,
