@@ -63,13 +63,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Caches of datasets and the hub go into a folder of this session; Ctrl-C works in processes started by tests."""
     forks.skip_fsync()
     gc.disable()  # until all is imported: a sixth of the time to the first test went into looking for garbage
-    cache = tempfile.TemporaryDirectory(prefix="hf-diloco-tests-", ignore_cleanup_errors=True)
-    config.add_cleanup(cache.cleanup)
-    os.environ["HF_HOME"] = cache.name
+    if not hasattr(config, "workerinput"):  # workers use that of the process that started them
+        cache = tempfile.TemporaryDirectory(prefix="hf-diloco-tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(cache.cleanup)
+        os.environ["HF_HOME"] = cache.name
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest runs in a shell's background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a handler, unlike SIG_IGN, is not inherited
         signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_xdist_setupnodes() -> None:
+    """Workers are forked with all heavy modules imported, and have no need to import them for those they start."""
+    forks.install()
 
 
 def pytest_collection_finish() -> None:
