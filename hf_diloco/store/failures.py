@@ -1,21 +1,15 @@
-"""Asking an object store until it answers: what its refusals and silences mean, and what people can do about them."""
+"""What the refusals and silences of an object store mean, and what people can do about them."""
 
 from __future__ import annotations
 
 import errno
-import random
 import re
-import time
-from collections.abc import Callable
-from typing import TypeVar
 
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
 from hf_diloco.errors import StoreError, StoreFullError
 from hf_diloco.store.backends import ENVIRONMENT_PREFIX, lacks_bucket
 from hf_diloco.store.folder import NoFileError
-
-T = TypeVar("T")
 
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL)",
@@ -65,8 +59,8 @@ class UnsettledError(Exception):
     """The store says that the object exists, but does not show it yet."""
 
 
-class Retries:
-    """Asks one store, again and again where that may help.
+class Failures:
+    """What failures of one store mean.
 
     Args:
         url: of the store.
@@ -81,48 +75,13 @@ class Retries:
         self._scheme = url.partition(":")[0]
         self._timeout = timeout
         self._read_only = read_only
-        self._patience = 0.6 * timeout
-        self._patience_if_refused = self._patience if gone_after is None else gone_after
 
-    def ask(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
-        """What an attempt returns, once it does.
-
-        The store's client retries by itself for half of the time limit, but not a write whose answer was lost. The
-        second half begins here.
-
-        Raises:
-            AbsentError: the answer is that there is no such object.
-            StoreError: there is no answer, or it is a refusal.
-        """
-        begun = time.monotonic()
-        pause = 0.05
-        while True:
-            try:
-                return attempt()
-            except FileNotFoundError as error:
-                if self._scheme != "file" and lacks_bucket(error):
-                    raise self._failure(verb, path, error) from None
-                raise AbsentError from None
-            except NoFileError as error:
-                raise UnreadableError(f"{self._url}: {error.filename} {error.strerror}: remove it") from None
-            except (BaseError, OSError, UnsettledError) as error:
-                is_refused = isinstance(error, ConnectionRefusedError)
-                patience = self._patience_if_refused if is_refused else self._patience
-                if not self._may_pass(error) or time.monotonic() - begun >= patience:
-                    raise self._failure(verb, path, error) from None
-            time.sleep(random.uniform(0.5, 1.0) * pause)  # islands that failed together do not come back together
-            pause = min(2 * pause, 1.0, 0.05 * self._timeout)
-
-    def _failure(self, verb: str, path: str, error: Exception) -> StoreError:
-        is_unsettled = isinstance(error, UnsettledError)
-        reason = "it says that the object exists, but does not show it" if is_unsettled else reason_of(error)
-        kind = StoreFullError if is_full(error) else StoreError
-        return kind(f"{self._url} does not {verb} {path or 'its objects'} ({reason}): {self.remedy(error)}")
-
-    def _may_pass(self, error: Exception) -> bool:
+    def may_pass(self, error: Exception) -> bool:
         """Whether asking again may help."""
         if isinstance(error, UnsettledError):
             return True
+        if isinstance(error, NoFileError):
+            return False
         if self._scheme == "file" and isinstance(error, OSError) and error.errno in _PASSING:
             return True
         if self._scheme in ("file", "memory") or isinstance(error, PermissionDeniedError | UnauthenticatedError):
@@ -131,6 +90,15 @@ class Retries:
             return False
         status = re.search(r"status code: (\d{3})", str(error))
         return not (status and int(status[1]) in _LASTING)
+
+    def told(self, verb: str, path: str, error: Exception) -> StoreError:
+        """The error for what a store did not do to an object."""
+        if isinstance(error, NoFileError):
+            return UnreadableError(f"{self._url}: {error.filename} {error.strerror}: remove it")
+        is_unsettled = isinstance(error, UnsettledError)
+        reason = "it says that the object exists, but does not show it" if is_unsettled else reason_of(error)
+        kind = StoreFullError if is_full(error) else StoreError
+        return kind(f"{self._url} does not {verb} {path or 'its objects'} ({reason}): {self.remedy(error)}")
 
     def remedy(self, error: Exception | None = None) -> str:
         """What a person can do; without an error, where the store could not even be opened."""
@@ -148,7 +116,7 @@ class Retries:
             return "make the bucket, or correct rendezvous"
         if self.gone_after is not None:
             return KEEPER_GONE
-        if self._scheme in ("http", "https") and (error is None or self._may_pass(error)):
+        if self._scheme in ("http", "https") and (error is None or self.may_pass(error)):
             return "is `hf-diloco rendezvous` running there, and does its firewall let this machine in?"
         if remedy := _remedy_of(error):
             return remedy
@@ -159,7 +127,7 @@ class Retries:
                 "give this machine credentials that may list, read, write and delete there; they come from the "
                 f"environment: {_CREDENTIALS[self._scheme]}, or from the machine's own identity"
             )
-        if not self._may_pass(error):
+        if not self.may_pass(error):
             return "it refuses what the islands need: it must offer conditional writes, range reads and lists"
         return f"no success within {self._timeout:g} s; check the network, the endpoint and the store's state"
 

@@ -8,20 +8,21 @@ A reader sees an object whole or not at all, and it stays when the power fails; 
 
 from __future__ import annotations
 
+import random
 import re
+import time
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from obstore.exceptions import BaseError
 
 from hf_diloco.errors import RendezvousError, StoreError
-from hf_diloco.store.backends import Cloud, Server, open_backend
+from hf_diloco.store.backends import Cloud, Server, lacks_bucket, open_backend
 from hf_diloco.store.failures import (
     AbsentError,
     CutShortError,
-    Retries,
+    Failures,
     TooLargeError,
     UnreadableError,
     UnsettledError,
@@ -32,6 +33,7 @@ from hf_diloco.store.question import Answer, Question, Sights
 from hf_diloco.utils.threads import ask_together
 from hf_diloco.utils.urls import MAX_PATH, check_store_url, is_object_path
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _BEYOND_END = re.compile(r"InvalidRange|416 Range|range was invalid|Invalid range|starting at \d+, but object")
@@ -66,15 +68,17 @@ class ObjectStore:
         self.timeout = timeout
         self._scheme = self.url.partition(":")[0]
         self.sights = Sights()
-        self._retries = Retries(self.url, timeout, read_only, gone_after)
+        self._failures = Failures(self.url, timeout, read_only, gone_after)
+        self._patience = 0.6 * timeout
+        self._patience_if_refused = self._patience if gone_after is None else gone_after
         try:
             self._backend = open_backend(self.url, timeout, read_only)
-            self._retries.ask("list", "", self._backend.greet)
+            self._ask("list", "", self._backend.greet)
         except StoreError as error:
             raise RendezvousError(f"the rendezvous cannot be used: {error}") from None
         except (BaseError, OSError, ValueError) as error:
             raise RendezvousError(
-                f"the rendezvous {self.url} cannot be opened ({reason_of(error)}): {self._retries.remedy()}"
+                f"the rendezvous {self.url} cannot be opened ({reason_of(error)}): {self._failures.remedy()}"
             ) from None
 
     def __repr__(self) -> str:
@@ -82,7 +86,7 @@ class ObjectStore:
 
     def below(self, name: str) -> ObjectStore:
         """The same store, for what lies below a path."""
-        return ObjectStore(f"{self.url}/{name}", self.timeout, gone_after=self._retries.gone_after)
+        return ObjectStore(f"{self.url}/{name}", self.timeout, gone_after=self._failures.gone_after)
 
     def check_creation(self) -> None:
         """Makes sure that the store keeps the one promise that all rests on; some that speak S3's protocol do not.
@@ -157,7 +161,7 @@ class ObjectStore:
         backend = self._backend
         assert isinstance(backend, Cloud)
         try:
-            return self._retries.ask("read", path, partial(backend.read_tagged, path, limit))
+            return self._ask("read", path, backend.read_tagged, path, limit)
         except AbsentError:
             return None
 
@@ -173,7 +177,7 @@ class ObjectStore:
         _check_path(path)
         backend = self._backend
         assert isinstance(backend, Cloud)
-        return self._write("replace", path, partial(backend.replace, path, tag, data))
+        return self._write("replace", path, backend.replace, path, tag, data)
 
     @property
     def tells_changes(self) -> bool:
@@ -183,7 +187,7 @@ class ObjectStore:
     def ask(self, question: Question) -> Answer:
         """See `store.question`. Raises `StoreError` if there is no answer."""
         assert isinstance(self._backend, Server)
-        return self._write("answer", "a question", partial(self._backend.ask, question))
+        return self._write("answer", "a question", self._backend.ask, question)
 
     def ask_together(self, *calls: Callable[[], Any]) -> list[Any]:
         """What several calls of this store return, in their order. A store far away is asked at once, by threads; one
@@ -216,7 +220,7 @@ class ObjectStore:
         """
         _check_path(path)
         view = memoryview(data).cast("B")
-        self._write("write", path, partial(self._backend.put, path, view, pace, is_lasting))
+        self._write("write", path, self._backend.put, path, view, pace, is_lasting)
 
     def get(self, path: str, limit: int) -> bytes | None:
         """Returns an object, None if there is none.
@@ -236,7 +240,7 @@ class ObjectStore:
             if (seen := sight.objects[path]) is not None and len(seen) <= limit:
                 return seen
         try:
-            return self._retries.ask("read", path, partial(self._backend.read, path, limit))
+            return self._ask("read", path, self._backend.read, path, limit)
         except AbsentError:
             return None
         except OverflowError as size:
@@ -251,7 +255,7 @@ class ObjectStore:
         """
         _check_path(path)
         try:
-            found = memoryview(self._retries.ask("read", path, partial(self._backend.read_range, path, start, end)))
+            found = memoryview(self._ask("read", path, self._backend.read_range, path, start, end))
         except AbsentError:
             raise CutShortError(f"{self.url}: {path} is absent, but should be there") from None
         except UnreadableError as error:
@@ -286,7 +290,7 @@ class ObjectStore:
         if prefix:
             _check_path(prefix)
         try:
-            found = self._retries.ask("list", prefix, partial(self._backend.find, prefix))
+            found = self._ask("list", prefix, self._backend.find, prefix)
         except AbsentError:  # a folder that was removed meanwhile
             return []
         return sorted(entry for entry in found if is_object_path(entry.path))
@@ -300,7 +304,7 @@ class ObjectStore:
         for path in paths:
             _check_path(path)
         if paths:
-            self._write("delete", paths[0], partial(self._backend.delete, paths))
+            self._write("delete", paths[0], self._backend.delete, paths)
 
     def unfinished(self, after: str = "") -> Sequence[Entry]:
         """What writers that were killed may have left in a folder: unfinished files, and empty folders (with a /).
@@ -308,16 +312,16 @@ class ObjectStore:
         Args:
             after: a path, as "rounds/00000100": what lies beside it, and before it in order, is not looked at.
         """
-        return sorted(self._retries.ask("list", "", partial(self._backend.unfinished, after)))
+        return sorted(self._ask("list", "", self._backend.unfinished, after))
 
     def drop(self, unfinished: Sequence[Entry]) -> None:
         """Removes what `unfinished` has returned; nobody may be writing it any more."""
         for entry in unfinished:
-            self._retries.ask("delete", entry.path, partial(self._backend.drop, entry.path))
+            self._ask("delete", entry.path, self._backend.drop, entry.path)
 
     def links(self) -> Sequence[str]:
         """What is neither a file nor a folder below a folder: it is never followed, nor listed."""
-        return self._retries.ask("list", "", self._backend.links)
+        return self._ask("list", "", self._backend.links)
 
     def move(self, path: str, target: str) -> None:
         """Gives an object another path; a link is moved, not followed.
@@ -326,18 +330,44 @@ class ObjectStore:
             StoreError: no answer, access is denied, or there is no such object.
         """
         _check_path(target)
-        self._write("move", path, partial(self._backend.move, path, target))
+        self._write("move", path, self._backend.move, path, target)
 
-    def _write(self, verb: str, path: str, attempt: Callable[[], T]) -> T:
+    def _write(self, verb: str, path: str, attempt: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
         self.sights.current = None  # what was seen before may be no more
         try:
-            return self._retries.ask(verb, path, attempt)
+            return self._ask(verb, path, attempt, *args, **settings)
         except UnreadableError as error:
             raise StoreError(str(error)) from None
         except AbsentError:
             raise StoreError(
                 f"{self.url} does not {verb} {path} (not found): is the bucket or folder still there?"
             ) from None
+
+    def _ask(self, verb: str, path: str, attempt: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
+        """What an attempt returns, once it does; where asking again may help, that is done.
+
+        The store's client retries by itself for half of the time limit, but not a write whose answer was lost. The
+        second half begins here.
+
+        Raises:
+            AbsentError: the answer is that there is no such object.
+            StoreError: there is no answer, or it is a refusal.
+        """
+        begun, pause = time.monotonic(), 0.05
+        while True:
+            try:
+                return attempt(*args, **settings)
+            except FileNotFoundError as error:
+                if self._scheme == "file" or not lacks_bucket(error):
+                    raise AbsentError from None
+                raise self._failures.told(verb, path, error) from None
+            except (BaseError, OSError, UnsettledError) as error:
+                is_refused = isinstance(error, ConnectionRefusedError)
+                patience = self._patience_if_refused if is_refused else self._patience
+                if not self._failures.may_pass(error) or time.monotonic() - begun >= patience:
+                    raise self._failures.told(verb, path, error) from None
+            time.sleep(random.uniform(0.5, 1.0) * pause)  # islands that failed together do not come back together
+            pause = min(2 * pause, 1.0, 0.05 * self.timeout)
 
 
 def _check_path(path: str) -> None:
