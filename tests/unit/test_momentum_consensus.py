@@ -1,4 +1,7 @@
-"""Where momentum consensus is stable: the condition, against its recursion and its optimizer, and what is refused."""
+"""Where momentum consensus is stable: the condition, against its recursion and its optimizer, and what is refused.
+
+With omega 0 it is DecentLaM.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.methods.gossip import MomentumConsensus, make_optimizer
 from hf_diloco.methods.topology import Topology, check_momentum_consensus, largest_stable_beta, make_topology
 from hf_diloco.methods.topology.matching import RandomMatching
-from hf_diloco.methods.topology.stability import growth
+from hf_diloco.methods.topology.stability import floor_digits, growth
 from hf_diloco.trainer.gossip_start import check_gossip
 from tests.islands import run_islands
 
@@ -50,7 +53,15 @@ def test_growth_is_that_of_the_recursion(graph: str, omega: float) -> None:
     assert iterate(topology, 0.9, omega, 2000) == pytest.approx(growth(topology, 0.9, omega), rel=5e-3)
 
 
-@pytest.mark.parametrize(("beta", "omega"), [(0.3, 0.5), (0.9, 0.5), (0.9, 1.0)])
+def test_matchings_are_unstable_though_symmetric() -> None:
+    topology = RandomMatching(8)
+    assert floor_digits(largest_stable_beta(topology)) == "0.743"
+    assert iterate(topology, 0.9, 0.0, 2000) > 1.03  # not only in the mean square
+    assert iterate(topology, 0.7, 0.0, 2000) < growth(topology, 0.7) < 1
+    assert growth(topology, 0.0) == pytest.approx(topology.rho)
+
+
+@pytest.mark.parametrize(("beta", "omega"), [(0.7, 0.0), (0.9, 0.0), (0.3, 0.5), (0.9, 0.5), (0.9, 1.0)])
 @pytest.mark.parametrize("num_nodes", [3, 4])
 def test_second_moments_of_matchings_are_those_of_the_product(num_nodes: int, beta: float, omega: float) -> None:
     """E[C ⊗ C] over all matchings of few nodes."""

@@ -414,53 +414,6 @@ def test_growth_does_not_depend_on_the_numbers_of_nodes(name: str, beta: float) 
     assert growth(relabelled(topology, 1), beta) == pytest.approx(growth(topology, beta), rel=1e-6)
 
 
-def iterate(topology: Topology, beta: float, num_steps: int) -> float:
-    """The mean factor of a step of x⁺ = Wx + β(x - x⁻), without gradients."""
-    before = np.zeros(topology.num_nodes)
-    now = np.random.default_rng(0).standard_normal(topology.num_nodes)
-    now -= now.mean()
-    logarithm = 0.0
-    for step in range(num_steps):
-        before, now = now, topology.weights(step) @ now + beta * (now - before)
-        now -= now.mean()  # rounding errors
-        size = math.hypot(float(np.linalg.norm(now)), float(np.linalg.norm(before)))
-        logarithm += math.log(size)
-        now, before = now / size, before / size
-    return math.exp(logarithm / num_steps)
-
-
-@pytest.mark.parametrize("name", ["exponential", "one-peer-exponential", "ring"])
-@pytest.mark.parametrize("beta", [0.45, 0.9])
-def test_growth_is_that_of_the_recursion(name: str, beta: float) -> None:
-    topology = make_topology(name, 8)
-    assert iterate(topology, beta, 2000) == pytest.approx(growth(topology, beta), rel=5e-3)
-
-
-def test_matchings_are_unstable_though_symmetric() -> None:
-    topology = RandomMatching(8)
-    assert floor_digits(largest_stable_beta(topology)) == "0.743"
-    assert iterate(topology, 0.9, 2000) > 1.03  # not only in the mean square
-    assert iterate(topology, 0.7, 2000) < growth(topology, 0.7) < 1
-    assert growth(topology, 0.0) == pytest.approx(topology.rho)
-
-
-@pytest.mark.parametrize("beta", [0.3, 0.7, 0.9])
-@pytest.mark.parametrize("num_nodes", [3, 4])
-def test_second_moments_are_those_of_the_product(num_nodes: int, beta: float) -> None:
-    """E[C ⊗ C] over all matchings of few nodes."""
-    average, identity = np.full((num_nodes, num_nodes), 1 / num_nodes), np.eye(num_nodes)
-    orders = list(permutations(range(num_nodes)))
-    mean: Any = 0
-    for order in orders:
-        weights = np.eye(num_nodes)
-        for one, other in zip(order[::2], order[1::2], strict=False):
-            weights[[one, one, other, other], [one, other, one, other]] = 0.5
-        step = np.block([[weights - average + beta * identity, -beta * identity], [identity, 0 * identity]])
-        mean = mean + np.kron(step, step) / len(orders)
-    radius = np.abs(np.linalg.eigvals(mean)).max()
-    assert growth(RandomMatching(num_nodes), beta) ** 2 == pytest.approx(radius, rel=1e-6)
-
-
 def test_remedies() -> None:
     topology = make_topology("exponential", 8)
     weights = topology.weights()
