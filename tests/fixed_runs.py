@@ -185,6 +185,19 @@ def assert_resumed_is_uninterrupted(
     return [one[2] for one in resumed]
 
 
+class NoLinks:
+    """Carry nothing, and have lost some islands."""
+
+    def __init__(self, find_broken: Callable[[], Collection[int]]) -> None:
+        self.find_broken = find_broken
+
+    def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
+        return False
+
+    def messages(self) -> dict[int, bytes]:
+        return {}
+
+
 def unanimity(
     store: ValueStore,
     island: int,
@@ -198,7 +211,7 @@ def unanimity(
 ) -> Unanimity:
     """An island's part in deciding rounds, without a session; `patience`: for offers and for votes."""
     all_gather = AllGather(store, island, num_islands, should_stop, clock=clock)
-    return Unanimity(all_gather, log or store.log, patience, patience, find_broken, links)
+    return Unanimity(all_gather, log or store.log, patience, patience, links or [NoLinks(find_broken)])
 
 
 def offer_of(island: int, weight: float = 1.0, state: str = "ab", serial: int = 1) -> OfferRecord:

@@ -237,7 +237,7 @@ class Life:
         self._disk = disk
         self._log = RunLog(ScheduledStore(world.store, turn), Seal(b"", "run"))  # type: ignore[arg-type]
         self._members = Members(self._log, island, lease=LEASE, clock=WorldClock(world, turn.sleep))
-        self._quorum = Quorum(self._log, self._members, world.rules, clock=WorldClock(world, self._sleep))
+        self._quorum = Quorum(self._members, world.rules, clock=WorldClock(world, self._sleep))
         self._heartbeat_at = world.now
         self.round, self.state = disk.round, disk.state
         self._num_averages: dict[str, int] = {}

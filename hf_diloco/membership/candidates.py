@@ -27,7 +27,6 @@ from hf_diloco.membership.round_records import (
     offer_path,
     why_useless,
 )
-from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import Awaited
 
 _RETRY_SECONDS = 0.5
@@ -106,13 +105,12 @@ class Candidates:
     """The islands that may take part in the next round; used by the island's leader only.
 
     Args:
-        log: of the run.
         members: this island and the others.
         rules: when a round takes place.
     """
 
-    def __init__(self, log: RunLog, members: Members, rules: Rules) -> None:
-        self._log = log
+    def __init__(self, members: Members, rules: Rules) -> None:
+        self._log = members.log
         self._members = members
         self._rules = rules
         self._usual_norms = UsualNorms(rules.num_fragments, rules.outlier_factor)
@@ -139,7 +137,8 @@ class Candidates:
             offer = self._offers.get(path)
             if offer and offer.state == state:
                 found[offer.island] = offer
-        usable = {island: offer for island, offer in found.items() if not attempt.bars(island, offer.incarnation)}
+        barred = attempt.barred
+        usable = {island: offer for island, offer in found.items() if offer.author not in barred}
         return usable if len(usable) >= self._rules.min_islands else found  # or no round would ever take place
 
     def present(
@@ -177,6 +176,7 @@ class Candidates:
         """
         is_moment = waited < _RETRY_SECONDS
         lost = attempt.unusable[-1:] if self._rules.needs_presence and not is_moment else ()
+        out = attempt.barred.union(lost)
         return {
             island
             for island, heartbeat in alive.items()
@@ -186,8 +186,7 @@ class Candidates:
                 or (is_moment and heartbeat.phase == "syncing" and heartbeat.round == attempt.round - 2)
             )
             and heartbeat.phase != "passing"
-            and not attempt.bars(island, self._members.incarnation_of(island))
-            and author_of(island, self._members.incarnation_of(island)) not in lost
+            and author_of(island, self._members.incarnation_of(island)) not in out
         }
 
     def plan(self, attempt: Attempt, offers: Mapping[int, OfferRecord]) -> PlanRecord:
@@ -257,6 +256,6 @@ def find_fault(
 
 def _foreign_object(offer: OfferRecord) -> str:
     """An object that an offer names as its own, though another process must have written it; "" if there is none."""
-    author = f"/{author_of(offer.island, offer.incarnation)}-"
+    author = f"/{offer.author}-"
     paths = (info.get("path") for info in offer.objects)
     return next((path for path in paths if isinstance(path, str) and author not in path), "")

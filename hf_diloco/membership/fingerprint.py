@@ -17,7 +17,6 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.all_gather import CheckpointsRecord, SoundRecord, parse_records
 from hf_diloco.membership.facts import Facts, join_facts
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.utils.own_files import identify
@@ -99,16 +98,12 @@ def check_folders(places: Mapping[int, tuple[str, str]], unit: str = "island") -
 def check_own_folder(members: Members | None) -> None:
     """Raises `RendezvousError` if another island that lives writes to this one's folder, on this machine."""
     assert members is not None  # called on the leader
-    own = _process(members, members.island, members.incarnation)
+    own = members.process_of(members.island, members.incarnation)
     for island in sorted(members.alive().keys() - {members.island}):
-        other = _process(members, island, members.incarnation_of(island))
+        other = members.process_of(island, members.incarnation_of(island))
         if own and own.machine and other and (other.machine, other.folder) == (own.machine, own.folder):
             one, two = sorted((island, members.island))
             raise _same_folder(one, two, own.host, own.folder, "island")
-
-
-def _process(members: Members, island: int, number: int) -> IncarnationRecord | None:
-    return members.log.read_or_refuse(incarnation_path(island, number), IncarnationRecord)
 
 
 def _same_folder(one: int, other: int, host: str, folder: str, unit: str) -> RendezvousError:

@@ -338,9 +338,13 @@ class Members:
         """The newest process of an island that has given a sign of life; 0 if none has."""
         return self._seen[island][0] if island in self._seen else 0
 
+    def process_of(self, island: int, incarnation: int) -> IncarnationRecord | None:
+        """What a process of an island has said of itself; None if that is gone or cannot be read."""
+        return self.log.read_or_refuse(incarnation_path(island, incarnation), IncarnationRecord)
+
     def _lives(self, incarnation: int) -> bool:
         """Whether the process of an earlier incarnation gives signs of life; may take as long as the lease."""
-        record = self.log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
+        record = self.process_of(self.island, incarnation)
         if record and record.machine and record.machine == _machine() and not _runs(record.pid):
             return False
         path = f"heartbeats/{self.island}/{incarnation:06d}.json"
@@ -363,7 +367,7 @@ class Members:
         return False
 
     def _where(self, incarnation: int) -> str:
-        record = self.log.read_or_refuse(incarnation_path(self.island, incarnation), IncarnationRecord)
+        record = self.process_of(self.island, incarnation)
         return f"process {record.pid} on {record.host}" if record else "unknown"
 
 

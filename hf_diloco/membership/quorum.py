@@ -41,7 +41,6 @@ from hf_diloco.membership.round_records import (
 )
 from hf_diloco.membership.run import check_run
 from hf_diloco.membership.voting import Verdict, Voting
-from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import Watch
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes
@@ -55,7 +54,6 @@ class Quorum:
     """One island's part in deciding rounds; used by the island's leader only.
 
     Args:
-        log: of the run.
         members: this island and the others.
         rules: when a round takes place.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
@@ -65,23 +63,22 @@ class Quorum:
 
     def __init__(
         self,
-        log: RunLog,
         members: Members,
         rules: Rules,
         should_stop: Callable[[], bool] = lambda: False,
         clock: Clock = REAL,
         is_awaited: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._log = log
+        self._log = log = members.log
         self._members = members
         self._rules = rules
         self._should_stop = should_stop
         self._clock = clock
         self._is_awaited = is_awaited
-        self._candidates = Candidates(log, members, rules)
+        self._candidates = Candidates(members, rules)
         self._notes = WaitNotes(members.island, clock=clock)
         self._decisions = Decisions(log, members.island, clock)
-        self._voting = Voting(log, self._decisions, self._candidates, members.island, rules, should_stop, clock)
+        self._voting = Voting(members, self._decisions, self._candidates, rules, should_stop, clock)
         self._latest = Attempt(0, 0)
         self._doubtful: frozenset[str] = frozenset()
         self._missing = ""  # the last attempt of which this process has said that it misses the average
@@ -97,17 +94,18 @@ class Quorum:
         attempt, reason = Attempt(round_number, 0, doubtful=self._doubtful), ""
         for number in range(MAX_ATTEMPTS):
             self._latest = attempt = replace(attempt, number=number)
+            folder = attempt.path
             try:
-                plan = self._decisions.plan(attempt.path)
+                plan = self._decisions.plan(folder)
             except ForgedError as error:
                 reason = str(error)
                 self._void(attempt, error)
                 continue
             if plan is None:
                 return attempt
-            outcome = self._decisions.outcome(attempt.path)
+            outcome = self._decisions.outcome(folder)
             if outcome and outcome.kind == "commit" and self._rules.needs_presence:
-                outcome = self._decisions.revoked(attempt.path) or outcome
+                outcome = self._decisions.revoked(folder) or outcome
             if outcome is None or outcome.kind == "commit":
                 return replace(attempt, plan=plan, outcome=outcome)
             reason = outcome.reason

@@ -54,6 +54,11 @@ class OfferRecord(Record):
     heartbeat: Number = 0
     is_last: bool = False
 
+    @property
+    def author(self) -> str:
+        """Names the process that made it."""
+        return author_of(self.island, self.incarnation)
+
 
 class Participant(Record):
     """An offer that a plan takes: by its path, with the island's weight and norm."""
@@ -143,13 +148,9 @@ class Attempt:
         """Where its records lie."""
         return f"rounds/{self.round:08d}/{self.number:02d}"
 
-    def bars(self, island: int, incarnation: int) -> bool:
-        """Whether a process stays out of this round: twice its offers were of no use."""
-        return author_of(island, incarnation) in self.barred
-
     @property
     def barred(self) -> frozenset[str]:
-        """Authors that stay out of this round."""
+        """Authors that stay out of this round: twice their offers were of no use."""
         counts = Counter([*self.unusable, *self.doubtful])
         return frozenset(author for author, count in counts.items() if author and count >= _TRIES)
 
@@ -161,7 +162,7 @@ def author_of(island: int, incarnation: int) -> str:
 
 def offer_path(attempt: Attempt, offer: OfferRecord) -> str:
     """Where an offer to an attempt lies."""
-    return f"{attempt.path}/offers/{author_of(offer.island, offer.incarnation)}-{offer.serial:06d}.json"
+    return f"{attempt.path}/offers/{offer.author}-{offer.serial:06d}.json"
 
 
 def vote_path(folder: str, island: int) -> str:

@@ -10,7 +10,6 @@ from pydantic import Field
 from hf_diloco.errors import ExchangeError, FingerprintError, ForgedError, RendezvousError, StoreError
 from hf_diloco.membership.facts import Facts, differ, remedy_for
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.member_records import IncarnationRecord, incarnation_path
 from hf_diloco.store.log import Number, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MAX_RECORD_BYTES, MEETING, ORIGIN, RUN_PATH, Seal
@@ -153,11 +152,6 @@ def _has_begun(store: ObjectStore) -> bool:
     return store.get(MEETING, MAX_RECORD_BYTES) is not None
 
 
-def open_log(store: ObjectStore, seal: Seal, run: RunRecord) -> RunLog:
-    """The log of a run; `seal`: of any."""
-    return RunLog(store, seal.of(run.run))
-
-
 def check_run(log: RunLog) -> None:
     """Makes sure that nobody has begun another run in the store of a running one.
 
@@ -185,7 +179,7 @@ def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRe
         raise RendezvousError(f"the run at {store.url} has just begun: look again in a moment")
     if found is None:
         raise RendezvousError(f"there is no run at {store.url}: correct the rendezvous, or start an island")
-    return found, open_log(store, log.seal, found)
+    return found, RunLog(store, log.seal.of(found.run))
 
 
 def _check(run: RunRecord, fingerprint: Facts, island: int, url: str) -> None:
@@ -237,6 +231,5 @@ def check_welcome(members: Members, clock: Clock) -> None:
 
 def _lists(members: Members, island: int, own: str) -> bool:
     """Whether the newest process of an island lists this one's identity."""
-    path = incarnation_path(island, members.incarnation_of(island))
-    incarnation = members.log.read_or_refuse(path, IncarnationRecord)
-    return incarnation is None or own in incarnation.identities.get(str(members.island), ())
+    process = members.process_of(island, members.incarnation_of(island))
+    return process is None or own in process.identities.get(str(members.island), ())

@@ -65,18 +65,20 @@ R = TypeVar("R", OfferRecord, VoteRecord)
 
 
 class Links(Protocol):
-    """Carries messages among the leaders; see `hf_diloco.transport.base.Exchange`."""
+    """Carries messages among the leaders, and sees who is gone; see `hf_diloco.transport.base.Exchange`."""
 
     def send_message(self, message: bytes, notify: Callable[[], None]) -> bool: ...
 
     def messages(self) -> dict[int, bytes]: ...
 
+    def find_broken(self) -> Collection[int]: ...
+
 
 class _Watch:
     """Looks now and then for broken connections: what is broken twice running is gone."""
 
-    def __init__(self, find_broken: Callable[[], Collection[int]], clock: Clock) -> None:
-        self._find_broken = find_broken
+    def __init__(self, links: Sequence[Links], clock: Clock) -> None:
+        self._links = links
         self._clock = clock
         self._broken: set[int] = set()
         self._next_at = clock.now() + LOOK_SECONDS
@@ -84,7 +86,7 @@ class _Watch:
 
     def look(self) -> set[int]:
         if self._clock.now() >= self._next_at:
-            before, self._broken = self._broken, set(self._find_broken())
+            before, self._broken = self._broken, {island for one in self._links for island in one.find_broken()}
             self.gone = before & self._broken
             self._next_at = self._clock.now() + LOOK_SECONDS
         return self.gone
@@ -98,8 +100,8 @@ class Unanimity:
         log: of the run.
         patience: seconds to wait for all offers.
         vote_patience: seconds to wait for all votes.
-        find_broken: names islands whose connections have broken; those that are gone are not waited for.
-        links: of which the first carries messages; may be filled later. Without one, the store carries all.
+        links: who is gone there is not waited for. The first carries messages; without one, the store does. They may
+            be filled later.
     """
 
     def __init__(
@@ -108,14 +110,12 @@ class Unanimity:
         log: RunLog,
         patience: float,
         vote_patience: float,
-        find_broken: Callable[[], Collection[int]] = tuple,
         links: Sequence[Links] = (),
     ) -> None:
         self._all_gather = all_gather
         self._log = log
         self._patience = patience
         self._vote_patience = vote_patience
-        self._find_broken = find_broken
         self._links = links
         self._island = all_gather.island
         self._decisions = Decisions(log, all_gather.island, all_gather.clock)
@@ -289,7 +289,7 @@ class Unanimity:
         else:
             links = None
             put()
-        watch = _Watch(self._find_broken, self._all_gather.clock)
+        watch = _Watch(self._links, self._all_gather.clock)
         wait = self._all_gather.notes.begin(patience, what)
         found, heard = {self._island: own}, partial(hear, links) if links else None
         missing = self._all_gather.collect(found, look, patience, wait, may_stop, heard, watch.look)

@@ -24,8 +24,8 @@ from functools import partial
 from hf_diloco.errors import IslandLostError
 from hf_diloco.membership.candidates import Candidates, Rules
 from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
+from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.round_records import ABSTENTION, OfferRecord, OutcomeRecord, VoteRecord, vote_path
-from hf_diloco.store.log import RunLog
 from hf_diloco.utils.clock import Clock
 from hf_diloco.utils.waiting import Wait
 
@@ -61,10 +61,9 @@ class Voting:
     """One island's part in votes; used by the island's leader only.
 
     Args:
-        log: of the run.
+        members: this island and the others.
         decisions: of the run.
         candidates: the islands that take part, and which of them are at it.
-        island: this island's number.
         rules: say how long to wait for another island's vote.
         should_stop: polled while waiting; true ends the wait.
         clock: by which it waits.
@@ -72,18 +71,17 @@ class Voting:
 
     def __init__(
         self,
-        log: RunLog,
+        members: Members,
         decisions: Decisions,
         candidates: Candidates,
-        island: int,
         rules: Rules,
         should_stop: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        self._log = log
+        self._log = members.log
         self._decisions = decisions
         self._candidates = candidates
-        self._island = island
+        self._island = members.island
         self._rules = rules
         self._should_stop = should_stop
         self._clock = clock

@@ -30,7 +30,7 @@ from hf_diloco.membership.fingerprint import check_own_folder, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import author_of
-from hf_diloco.membership.run import NO_RUN, RunRecord, check_welcome, enter_run, open_log
+from hf_diloco.membership.run import NO_RUN, RunRecord, check_welcome, enter_run
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
@@ -186,7 +186,7 @@ class ElasticSession(BaseSession):
                     self.config.rendezvous,
                     self.outer.run,
                 )
-            self._log = log = open_log(self.store, seal, run)
+            self._log = log = RunLog(self.store, seal.of(run.run))
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
             is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
             check_welcome(self.members, self._clock)
@@ -194,13 +194,13 @@ class ElasticSession(BaseSession):
             self._show_standing()
             self._give_heartbeats(self.members)
             self.quorum = Quorum(
-                log, self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
+                self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
             )
             return run.model_dump(), is_new, self.members.incarnation, is_late
 
         raw, is_new, incarnation, self._is_late = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
-        log = self._log or open_log(self.store, seal, self._run)
+        log = self._log or RunLog(self.store, seal.of(self._run.run))
         buckets = [self._bucket_of(fragment, log.seal.blocks) for fragment in self.outer.fragments]
         author = author_of(self.config.island, incarnation)
         link_key = self._credentials.link_key(self._run.run)

@@ -109,7 +109,7 @@ class FixedSession(BaseSession):
         except StoreError as error:
             raise store_lost(error) from None
         patience = self.config.sync_timeout, self.config.exchange_timeout
-        self._unanimity = Unanimity(self._all_gather, log, *patience, self._find_broken, self._exchanges)
+        self._unanimity = Unanimity(self._all_gather, log, *patience, self._exchanges)
 
     def _connect(self, transport: Transport | None) -> Transport:
         """The leader first: what keeps it from connecting is then known to all ranks."""
@@ -196,9 +196,6 @@ class FixedSession(BaseSession):
     def _broadcast_start(self) -> None:
         for fragment in self.outer.fragments:
             self._rounds.broadcast(fragment.partition, fragment.method.parameters)
-
-    def _find_broken(self) -> set[int]:
-        return {island for exchange in self._exchanges for island in exchange.find_broken()}
 
     def _share(self, topic: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:

@@ -21,7 +21,6 @@ from hf_diloco.membership.round_records import (
     Snapshot,
     SnapshotRecord,
     assemble,
-    author_of,
     payload_bytes,
     round_of,
     why_useless,
@@ -274,7 +273,7 @@ class Observer:
         return {
             path: offer
             for path, offer in found.items()
-            if offer and path.endswith(f"/{author_of(offer.island, offer.incarnation)}-{offer.serial:06d}.json")
+            if offer and path.endswith(f"/{offer.author}-{offer.serial:06d}.json")
         }
 
     def _newest_snapshot(self, entries: Sequence[Entry]) -> SnapshotStatus | None:

@@ -19,7 +19,7 @@ from hf_diloco.errors import RendezvousError, StoreError
 from hf_diloco.membership import heartbeats
 from hf_diloco.membership.decisions import MAX_ATTEMPTS, Decisions
 from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Participant, PlanRecord, author_of
-from hf_diloco.membership.run import NO_RUN, open_log, open_run
+from hf_diloco.membership.run import open_run
 from hf_diloco.membership.voting import Voting
 from hf_diloco.rounds.elastic_rounds import MAX_IN_A_ROW
 from hf_diloco.sealing.channel import Agreement
@@ -243,7 +243,7 @@ def log_of(meeting: Meeting, island: int) -> RunLog:
     """What an island reads and writes in the store, though it takes no part."""
     store, credentials = ObjectStore(meeting.url), find_credentials(meeting.config(island), island)
     run, _ = open_run(store, credentials.key)
-    return open_log(store, credentials.seal(NO_RUN), run)
+    return RunLog(store, credentials.seal(run.run))
 
 
 def take_part(island: int) -> Participant:

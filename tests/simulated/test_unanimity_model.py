@@ -219,6 +219,9 @@ class ModelLinks:
         sent = world.sent[self._number].items()
         return {by: message for (by, to), message in sent if to == self._island and by not in broken}
 
+    def find_broken(self) -> Collection[int]:
+        return self._world.broken(self._island)
+
 
 class SeenUnanimity(Unanimity):
     """Notes what it takes for decided."""
@@ -251,7 +254,6 @@ class Life:
             RunLog(store, Seal(b"", "run")),
             PATIENCE,
             VOTE_PATIENCE,
-            lambda: world.broken(island),
             [ModelLinks(world, island)],
         )
         self.unanimity.world = world

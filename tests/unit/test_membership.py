@@ -130,7 +130,7 @@ def test_of_two_processes_that_begin_as_one_island_at_once_one_is_refused(
 def test_who_hangs_until_its_number_is_taken_ends_at_its_next_round(log: RunLog, process: Process) -> None:
     hangs = process()
     assert process().incarnation == 2, "it gave no sign of life"
-    quorum = Quorum(log, hangs, Rules(), clock=StillClock())
+    quorum = Quorum(hangs, Rules(), clock=StillClock())
     with pytest.raises(DuplicateIslandError, match=r"has taken over as island 0 .*nothing of it is lost"):
         quorum.convene(quorum.current(1), offer_of(0))
 
@@ -289,7 +289,7 @@ def test_a_plan_that_is_damaged_as_it_is_written_costs_an_attempt(
         log.store.put(f"{first.path}/plan.json", b"")
         return True
 
-    quorum = Quorum(log, here, Rules(min_islands=1), clock=clock, is_awaited=damage)
+    quorum = Quorum(here, Rules(min_islands=1), clock=clock, is_awaited=damage)
     planned = quorum.convene(first, offer_of(0))
     assert planned.number == 1
     assert planned.plan is not None
@@ -308,7 +308,7 @@ def test_what_no_average_can_be_made_of_is_left_out(
     log: RunLog, process: Process, spoilt: dict[str, Any], reason: str, remedy: str
 ) -> None:
     first, second = process(0), process(1)
-    quorums = [Quorum(log, members, Rules(min_islands=2), clock=StillClock()) for members in (first, second)]
+    quorums = [Quorum(members, Rules(min_islands=2), clock=StillClock()) for members in (first, second)]
     quorums[1].offer(Attempt(1, 0), offer_of(1, **spoilt))
     plan = quorums[0].convene(Attempt(1, 0), offer_of(0)).plan
     assert plan is not None
@@ -332,7 +332,7 @@ def test_for_whom_a_round_waits(log: RunLog, process: Process, needs_presence: b
     for one, (phase, number) in zip(members, standings, strict=True):
         one.standing.phase, one.standing.round = phase, number
         one.heartbeat()
-    candidates = Candidates(log, members[0], Rules(needs_presence=needs_presence))
+    candidates = Candidates(members[0], Rules(needs_presence=needs_presence))
     participant = Participant(offer="offers/4", island=4, weight=1.0, norm=1.0)
     candidates.remember(4, PlanRecord(by=4, state="ab", participants=[participant]))
     alive = members[0].alive()
@@ -346,7 +346,7 @@ def test_for_whom_a_round_waits(log: RunLog, process: Process, needs_presence: b
 
 def test_who_trains_on_after_its_offer_takes_no_part_in_a_direct_exchange(log: RunLog, process: Process) -> None:
     here, there = process(0), process(1)
-    candidates = Candidates(log, here, Rules(needs_presence=True))
+    candidates = Candidates(here, Rules(needs_presence=True))
     offer = offer_of(1, heartbeat=there.num_heartbeats)
     assert candidates.waits(offer, here.alive()), "its next sign of life may be on its way"
     there.heartbeat()
@@ -394,8 +394,8 @@ def test_a_round_that_others_carry_out_is_waited_for_with_patience(
     said: str | None,
 ) -> None:
     here, there = process(0), process(1)
-    planned = Quorum(log, there, Rules(grace=0.0), clock=clock).convene(Attempt(1, 0), offer_of(1))
-    quorum = Quorum(log, here, Rules(grace=30.0), lambda: is_asked_to_stop, clock)
+    planned = Quorum(there, Rules(grace=0.0), clock=clock).convene(Attempt(1, 0), offer_of(1))
+    quorum = Quorum(here, Rules(grace=30.0), lambda: is_asked_to_stop, clock)
     there.stand("syncing")
     clock.meanwhile = there.heartbeat
     since = clock.now()
@@ -406,7 +406,7 @@ def test_a_round_that_others_carry_out_is_waited_for_with_patience(
 
 def test_a_plan_of_offers_to_another_attempt_is_not_carried_out(log: RunLog, process: Process) -> None:
     """These may start from other outer parameters, and have been used."""
-    quorum = Quorum(log, process(0), Rules(), clock=StillClock())
+    quorum = Quorum(process(0), Rules(), clock=StillClock())
     first = quorum.convene(Attempt(1, 0), offer_of(0))
     assert quorum.offers_of(first, "ab") == [offer_of(0, heartbeat=1)]
     second = replace(first, number=1)
@@ -420,7 +420,7 @@ def test_a_plan_of_offers_to_another_attempt_is_not_carried_out(log: RunLog, pro
 
 def test_who_offers_what_another_island_has_written_is_to_blame(log: RunLog, process: Process) -> None:
     """Or that one would be, for objects that cannot be used."""
-    quorum = Quorum(log, process(0), Rules(), clock=StillClock())
+    quorum = Quorum(process(0), Rules(), clock=StillClock())
     path = "payloads/00000001/00001-000001-5/rank-00000.bin"
     attempt = quorum.convene(Attempt(1, 0), offer_of(0).model_copy(update={"objects": [{"path": path}]}))
     assert attempt.plan is not None
@@ -444,7 +444,7 @@ def test_a_vote_is_waited_for_no_longer_than_the_grace(
         assert clock.now() - since < 10
 
     clock.meanwhile = hang
-    quorum = Quorum(log, here, Rules(min_islands=2, grace=2.0), lambda: is_asked_to_stop, clock)
+    quorum = Quorum(here, Rules(min_islands=2, grace=2.0), lambda: is_asked_to_stop, clock)
     offers = [offer_of(0), offer_of(1)]
     for offer in offers:
         quorum.offer(Attempt(1, 0), offer)
@@ -463,7 +463,7 @@ def test_nobody_waits_for_ever_for_who_votes_in_anothers_name(
     there.standing.phase = "syncing"
     there.heartbeat()
     log.create("rounds/00000001/00/votes/00001.json", VoteRecord(island=0, mean="cd"))
-    quorum = Quorum(log, here, Rules(min_islands=2, grace=2.0), clock=clock)
+    quorum = Quorum(here, Rules(min_islands=2, grace=2.0), clock=clock)
     since = clock.now()
     outcome = quorum.commit(Attempt(1, 0), [offer_of(0), offer_of(1)], "ab")
     assert (outcome.kind, outcome.mean) == ("commit", "ab")
@@ -505,7 +505,7 @@ def test_who_is_outvoted_waits_for_the_commit_of_the_others_and_aborts_where_the
         log.create(f"{first.path}/votes/{other.island:05d}.json", VoteRecord(island=other.island, mean="cd"))
         if are_gone:
             other.leave("left")
-    quorums = [Quorum(log, members, Rules(min_islands=3, grace=5.0), clock=clock) for members in (here, others[0])]
+    quorums = [Quorum(members, Rules(min_islands=3, grace=5.0), clock=clock) for members in (here, others[0])]
     offers = [offer_of(island) for island in range(3)]
 
     def commit() -> None:
@@ -527,7 +527,7 @@ def test_who_is_outvoted_waits_for_the_commit_of_the_others_and_aborts_where_the
 
 def test_a_vote_that_is_damaged_is_not_taken_back(log: RunLog, process: Process) -> None:
     """By it a commit may have been decided: nobody else may say then that the attempt came to nothing."""
-    quorums = [Quorum(log, process(island), Rules(), clock=StillClock()) for island in (0, 1)]
+    quorums = [Quorum(process(island), Rules(), clock=StillClock()) for island in (0, 1)]
     attempt = quorums[0].convene(Attempt(1, 0), offer_of(0))
     assert quorums[0].commit(attempt, [offer_of(0)], "ab").kind == "commit"
     for name in ("plan", "outcome", "votes/00000"):
@@ -541,7 +541,7 @@ def test_a_vote_that_is_damaged_is_not_taken_back(log: RunLog, process: Process)
 
 
 def test_a_commit_is_not_judged_before_most_have_voted(log: RunLog, process: Process) -> None:
-    quorum = Quorum(log, process(0), Rules(), clock=StillClock())
+    quorum = Quorum(process(0), Rules(), clock=StillClock())
     attempt = quorum.convene(Attempt(1, 0), offer_of(0))
     with pytest.raises(IslandLostError, match=r"rounds/00000001/00 is committed, but most .* have yet to vote"):
         quorum.refuse_commit(attempt, "cd")

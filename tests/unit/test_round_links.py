@@ -43,6 +43,9 @@ class Links:
     def messages(self) -> dict[int, bytes]:
         return {peer: message for peer, message in self.lane.messages().items() if peer not in self._lost}
 
+    def find_broken(self) -> list[int]:
+        return self.lane.find_broken()
+
 
 @pytest.mark.parametrize("num_islands", [1, 2, 16])
 def test_a_round_takes_one_answer_of_the_store_and_two_messages(

@@ -151,7 +151,7 @@ def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: StillClock, cap
         member.standing.phase = "training"
         member.heartbeat()
     members[0].look()
-    quorum = Quorum(log, members[0], Rules(min_islands=2, patience=5), clock=clock)
+    quorum = Quorum(members[0], Rules(min_islands=2, patience=5), clock=clock)
     offer = OfferRecord(island=0, incarnation=1, serial=1, state="ab", weight=1.0, norm=1.0, steps=1, objects=[{}])
     with pytest.raises(IslandLostError):
         quorum.convene(quorum.current(1), offer)
