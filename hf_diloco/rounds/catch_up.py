@@ -11,14 +11,11 @@ import torch
 
 from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
 from hf_diloco.membership.round_records import OutcomeRecord, Snapshot, round_of
-from hf_diloco.rounds.context import RoundContext
+from hf_diloco.rounds.context import LOOK_SECONDS, RoundContext
 from hf_diloco.rounds.round import Part
 from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.utils.text import name_all
 from hf_diloco.utils.waiting import WaitNotes
-
-_LOOK_SECONDS = 0.2
-
 
 logger = logging.getLogger("hf_diloco")
 
@@ -108,7 +105,7 @@ class Archive:
             is_known = self._snapshots.newest(number - 1) is not None
             return not is_known and not all(map(self._has_average, range(max(1, number - 1), number + 1)))
 
-        if number and self._context.engines[0].needs_presence and self.island.on_leader(is_missing):
+        if number and self.config.is_direct and self.island.on_leader(is_missing):
             self._tell_and_write(number)
 
     def _has_average(self, number: int) -> bool:
@@ -131,7 +128,7 @@ class Archive:
 
     def _is_average_missing(self) -> bool:
         """Whether nobody can catch up with one of them, and it is on this island, of those left, to change that."""
-        if self.last is None or not self._context.engines[0].needs_presence:
+        if self.last is None or not self.config.is_direct:
             return False
         assert self._context.quorum is not None
         alive = self._context.quorum.processes()
@@ -185,7 +182,7 @@ class Recovery:
             if quorum.revoke(planned.as_attempt, planned.offers):
                 return False
             wait.look(f"its average in the store, from {name_all(islands)}")
-            self._clock.sleep(_LOOK_SECONDS)
+            self._clock.sleep(LOOK_SECONDS)
         return True
 
     def pass_over(self, planned: PlannedRound, error: PayloadError, part: Part, is_resuming: bool) -> None:
@@ -238,14 +235,14 @@ class Recovery:
 
     def _give_up(self, planned: PlannedRound, part: Part) -> None:
         """Subtracts progress that a committed round consumed and the store no longer holds."""
-        own = planned.place_of(self.config.island)
+        offer = planned.offer_by(self.config.island)
         fragment = self.outer.fragment_of(planned.number)
-        if part is Part.WHOLE and own is None:
+        if part is Part.WHOLE and offer is None:
             self.outer.drop_progress(fragment)
         elif part is Part.WHOLE:
             self.outer.use_up(fragment)
-        elif part is Part.SOME and own is not None:
-            self.outer.shrink(fragment, planned.offers[own].steps)
+        elif part is Part.SOME and offer is not None:
+            self.outer.shrink(fragment, offer.steps)
 
     def take_over(self, find: Callable[[], str | None]) -> bool:
         """Takes over the outer state of the snapshot in the folder that `find` names; returns whether there is one.

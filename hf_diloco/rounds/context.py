@@ -19,6 +19,9 @@ from hf_diloco.rounds.round import Contribution
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.utils.clock import Clock
 
+LOOK_SECONDS = 0.2
+"""How often who waits for others looks into the store."""
+
 
 @dataclass(frozen=True)
 class RoundContext:
@@ -95,9 +98,10 @@ class Offers:
         """Whether what was announced last is for round `number`."""
         return self._announced.round == number
 
-    def is_newest(self, offer: OfferRecord) -> bool:
-        """Whether an offer is this process's last."""
-        return (offer.incarnation, offer.serial) == (self._incarnation, self._announced.serial)
+    def is_newest(self, offer: OfferRecord | None) -> bool:
+        """Whether an offer of this island is this process's last."""
+        newest = self._incarnation, self._announced.serial
+        return offer is not None and (offer.incarnation, offer.serial) == newest
 
     def is_own(self, offer: OfferRecord) -> bool:
         """Whether an offer is this process's."""

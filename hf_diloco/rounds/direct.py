@@ -87,8 +87,6 @@ class DirectEngine(Engine):
         rate_limit: for all that this rank sends.
     """
 
-    needs_presence = True
-
     def __init__(
         self,
         config: DiLoCoConfig,

@@ -34,11 +34,11 @@ from hf_diloco.membership.run import NO_RUN, RunRecord, check_welcome, enter_run
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
-from hf_diloco.rounds.context import RoundContext
+from hf_diloco.rounds.context import LOOK_SECONDS, RoundContext
 from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.engines import Engine
-from hf_diloco.rounds.joining import LOOK_SECONDS, Joining, Pace
+from hf_diloco.rounds.joining import Joining, Pace
 from hf_diloco.rounds.round import Contribution, RoundPassed, SyncClock, SyncReport
 from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.rounds.session import BaseSession
@@ -247,14 +247,13 @@ class ElasticSession(BaseSession):
             StopRequested: this island was asked to stop while it waited. The others may use what it has offered.
             DivergedError, ForgedError, DuplicateIslandError: this island must end.
         """
-        self._stand("syncing")
-        try:
-            return self._sync()
-        except (StoreError, IslandLostError) as error:
-            raise self._missed(error) from None
-        finally:
-            self._stand("training")
-            self._go_on()
+        with self._syncing():
+            try:
+                return self._sync()
+            except (StoreError, IslandLostError) as error:
+                raise self._missed(error) from None
+            finally:
+                self._go_on()
 
     def advance(self, is_last: bool = False) -> list[SyncReport]:
         try:
@@ -284,14 +283,11 @@ class ElasticSession(BaseSession):
         )
 
     def _carry_out(self, own: Contribution) -> SyncReport:
-        self._stand("syncing")
-        try:
+        with self._syncing():
             self.rounds.rescue_average()
             report = self.rounds.carry_out(own)
             self.rounds.archive.write_snapshot_if_due()
             return report
-        finally:
-            self._stand("training")
 
     def _sync(self) -> SyncReport:
         clock = SyncClock(self._background.last_end)

@@ -21,6 +21,7 @@ from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.rounds.catch_up import Archive, Recovery
 from hf_diloco.rounds.context import Offers, RoundContext
+from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.round import (
     AverageStats,
     Contribution,
@@ -113,7 +114,7 @@ class ElasticRounds(Rounds):
     def publish_and_leave(self) -> None:
         """Offers this island's progress to the next round without waiting for it: it leaves."""
         number = self.outer.round + 1
-        if self._engine_of(number).needs_presence or self._offers.holds(number, self.outer.steps):
+        if self.config.is_direct or self._offers.holds(number, self.outer.steps):
             return
         self.plans.leave(self._offers.make(self.capture(SyncClock())))
 
@@ -138,8 +139,8 @@ class ElasticRounds(Rounds):
         mean = self._lend(own)  # another attempt needs the pseudo-gradient again
         while True:
             planned = self.agree(own)
-            is_late = self._engine_of(own.number).needs_presence and planned.is_committed
-            if is_late or not self._is_newest(planned):
+            is_late = self.config.is_direct and planned.is_committed
+            if is_late or not self._offers.is_newest(planned.offer_by(self.config.island)):
                 raise RoundPassed(f"round {own.number} takes place without what this island has for it")
             try:
                 report = self.attempt(planned, own, mean)
@@ -163,7 +164,7 @@ class ElasticRounds(Rounds):
         self.outer.land(self.outer.current)
         part = self._part_in(planned, is_resuming)
         is_here = self._holds_all(planned, self.outer.steps)
-        if self._engine_of(planned.number).needs_presence and planned.outcome is None and not is_here:
+        if self.config.is_direct and planned.outcome is None and not is_here:
             try:
                 with clock.counts("waiting"):
                     outcome = self.plans.await_outcome(planned, self.config.exchange_timeout)
@@ -182,7 +183,7 @@ class ElasticRounds(Rounds):
         own.part = part
         # The average may replace progress that is used up; other progress must outlast it. So must what begins behind
         # the inner steps while the average is yet on its way into the store.
-        if self.config.overlaps and self._engine_of(planned.number).needs_presence:
+        if self.config.overlaps and self.config.is_direct:
             mean = self._lend(own)
         else:
             mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)
@@ -198,76 +199,79 @@ class ElasticRounds(Rounds):
         self._lent.append((own.fragment, mean))
         return mean
 
-    def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
+    def average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
         """See `Rounds.average`; the others are told what cannot be averaged.
 
         Raises:
             PayloadError: it could not be, and they have averaged it.
         """
-        engine = self._engine_of(plan.number)
+        engine = self._engine_of(planned.number)
         stats = AverageStats()
         try:
-            self._average(plan, own, mean, stats)
+            self._average(engine, planned, own, mean, stats)
         except PayloadError as error:
             engine.close()
-            if plan.is_committed:
+            if planned.is_committed:
                 raise
-            self._on_unusable(plan, error)
+            self._on_unusable(planned, error)
             return None
         except (IslandLostError, DamagedTransferError) as error:
             engine.close()
-            self._on_lost(plan, error)
+            self._on_lost(planned, error)
             return None
         except DiLoCoError:
             engine.close()
             raise
-        stats.digest = self.outer.fragment_of(plan.number).partition.digest(mean, self.island)
+        stats.digest = self.outer.fragment_of(planned.number).partition.digest(mean, self.island)
         return stats
 
-    def _average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats) -> None:
-        engine, place = self._engine_of(planned.number), planned.place_of(self.config.island)
+    def _average(
+        self, engine: Engine, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats
+    ) -> None:
+        place = planned.place_of(self.config.island)
         # Where islands disagree, this one's own values are read again like all others.
-        may_use_memory = engine.needs_presence or not self._doubts.has(planned.number)
+        may_use_memory = self.config.is_direct or not self._doubts.has(planned.number)
         values = own.delta if may_use_memory and self._holds_all(planned, own.steps) else None
         own.clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, place, values, stats.observe))
-        if engine.needs_presence and len(planned.offers) == 1 and not planned.is_committed:
+        if self.config.is_direct and len(planned.offers) == 1 and not planned.is_committed:
             self.outer.fragment_of(planned.number).encode_alone(mean)
-        if own.part is Part.SOME:
-            assert place is not None
+        if own.part is Part.SOME and place is not None:
             own.used = self.island.on_all(lambda: engine.values_of(planned.offers[place]))
 
-    def commit(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+    def commit(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """See `Rounds.commit`; an attempt is to be looked at again if it is aborted, or has another average.
 
         Raises:
             DivergedError: that has happened before, and is this island's fault, or nobody's that could be named.
         """
-        engine = self._engine_of(plan.number)
+        engine = self._engine_of(planned.number)
         with own.clock.counts("waiting"):
-            outcome = plan.outcome or self.plans.commit(plan, digest)
-            while outcome.kind == "commit" and outcome.mean != digest and self.plans.refuse_commit(plan, outcome.mean):
-                outcome = self.plans.commit(plan, digest)
-        fault = self._doubts.judge(plan, digest, outcome)
+            outcome = planned.outcome or self.plans.commit(planned, digest)
+            while outcome.kind == "commit" and outcome.mean != digest:
+                if not self.plans.refuse_commit(planned, outcome.mean):
+                    break
+                outcome = self.plans.commit(planned, digest)
+        fault = self._doubts.judge(planned, digest, outcome)
         if fault:
             engine.close()
-            raise self._diverged(plan, fault)
+            raise self._diverged(planned, fault)
         if outcome.kind == "abort":
-            engine.settled(plan, outcome, None)
+            engine.settled(planned, outcome, None)
             self._offers.forget(outcome.unusable)
-            self._check_patience(plan, outcome)
+            self._check_patience(planned, outcome)
             return False
         if outcome.mean != digest:
             engine.close()
             return False
         self._snapshots.wait()  # which reads what changes now
-        engine.settled(plan, outcome, mean)
-        self.refused |= plan.left_out
-        self.archive.complete(plan, outcome)
-        self.plans.remember(plan)
+        engine.settled(planned, outcome, mean)
+        self.refused |= planned.left_out
+        self.archive.complete(planned, outcome)
+        self.plans.remember(planned)
         return True
 
     @contextmanager
-    def progress(self, plan: PlannedRound, own: Contribution) -> Iterator[None]:
+    def progress(self, planned: PlannedRound, own: Contribution) -> Iterator[None]:
         """See `Rounds.progress`: it is used up, partly used, or stays this island's own."""
         if own.is_begun:
             yield
@@ -277,8 +281,8 @@ class ElasticRounds(Rounds):
             yield
             self.outer.drop_progress(fragment)
             return
-        place = plan.place_of(self.config.island)
-        steps = plan.offers[place].steps if own.part is Part.SOME and place is not None else 0
+        offer = planned.offer_by(self.config.island)
+        steps = offer.steps if own.part is Part.SOME and offer else 0
         if steps and own.used is None:
             self.outer.shrink(fragment, steps)
         with self.outer.keeping_progress(fragment, own.used, steps):
@@ -288,10 +292,9 @@ class ElasticRounds(Rounds):
 
     def _part_in(self, planned: PlannedRound, is_resuming: bool) -> Part:
         """How much of this island's progress a round uses up."""
-        place = planned.place_of(self.config.island)
-        if place is None:
+        offer = planned.offer_by(self.config.island)
+        if offer is None:
             return Part.WHOLE if str(self.config.island) in planned.plan.left_out else Part.NONE
-        offer = planned.offers[place]
         if is_resuming:  # what the last process had offered, before it may have trained on
             is_all = offer.steps >= self.outer.steps
         else:  # the steps of another process this one has made again
@@ -300,12 +303,8 @@ class ElasticRounds(Rounds):
 
     def _holds_all(self, planned: PlannedRound, steps: int) -> bool:
         """Whether a plan takes this island's last offer, and that has as many inner steps."""
-        return self._is_newest(planned) and self._offers.holds(planned.number, steps)
-
-    def _is_newest(self, planned: PlannedRound) -> bool:
-        """Whether a plan takes this island's last offer."""
-        place = planned.place_of(self.config.island)
-        return place is not None and self._offers.is_newest(planned.offers[place])
+        is_newest = self._offers.is_newest(planned.offer_by(self.config.island))
+        return is_newest and self._offers.holds(planned.number, steps)
 
     def _diverged(self, planned: PlannedRound, fault: str) -> DivergedError:
         """The error for a round of which this island does not find the average; its state may be worth keeping."""

@@ -20,11 +20,9 @@ class Engine(ABC):
     """One rank's end of it.
 
     Attributes:
-        needs_presence: values go from island to island, so that only those can take part that wait for the round.
         links: names the connections that stand; "" for none.
     """
 
-    needs_presence: bool
     links: str = ""
 
     @abstractmethod
@@ -81,8 +79,6 @@ class Engine(ABC):
 
 class BucketEngine(Engine):
     """Everything lies in the object store; see `transport.bucket`."""
-
-    needs_presence = False
 
     def __init__(self, bucket: BucketExchange, codec: Codec, rank: int) -> None:
         self._bucket = bucket

@@ -230,11 +230,8 @@ class FixedSession(BaseSession):
                         return self._take_reports()
 
     def _carry_out(self, own: Contribution) -> SyncReport:
-        self._stand("syncing")
-        try:
+        with self._syncing():
             return self._rounds.carry_out(own)
-        finally:
-            self._stand("training")
 
     def sync(self) -> SyncReport:
         while True:

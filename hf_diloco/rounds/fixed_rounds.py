@@ -75,30 +75,30 @@ class FixedRounds(Rounds):
             exchange.prepare(part, self.outer.codec)
         return own.offer(self.config.island, 1, own.number, self.outer.outer_hash)
 
-    def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
+    def average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
         """Averages all lanes in place, then the further vectors. A failure is told to the other islands, then raised
         on every rank."""
         if not own.is_begun:
             own.further_vectors = [FurtherVector(partition, partial(_read, partition)) for partition in self.buffers]
         try:
-            stats, damage = self._average(plan, own, own.fragment.partition, mean, self.outer.codec)
+            stats, damage = self._average(planned, own, own.fragment.partition, mean, self.outer.codec)
             for one in own.further_vectors:  # the others wait for it, whatever came damaged before
                 one.values = one.read()
-                of_one, later = self._average(plan, own, one.partition, one.values, CODECS["fp32"])
+                of_one, later = self._average(planned, own, one.partition, one.values, CODECS["fp32"])
                 stats.digest, damage = stats.digest + of_one.digest, damage or later
             if damage:
                 raise damage
         except DiLoCoError as failure:
             # Whoever sent it, also one that is left out: all take the round again.
-            blamed = plan.participants if isinstance(failure, DamagedTransferError) else ()
-            if self.plans.abort(plan, blamed, str(failure)).is_split:
+            blamed = planned.participants if isinstance(failure, DamagedTransferError) else ()
+            if self.plans.abort(planned, blamed, str(failure)).is_split:
                 self.say_again(own.number, failure)
                 return None
             raise
         return stats
 
     def _average(
-        self, plan: PlannedRound, own: Contribution, partition: Partition, values: torch.Tensor, codec: Codec
+        self, planned: PlannedRound, own: Contribution, partition: Partition, values: torch.Tensor, codec: Codec
     ) -> tuple[LaneStats, DamagedTransferError | None]:
         """Averages this rank's part of a vector in place.
 
@@ -106,7 +106,7 @@ class FixedRounds(Rounds):
             What was measured, and the damage if something came damaged to any rank of the island.
         """
         stats, damage = LaneStats(), None
-        average = partial(self._average_lanes, plan, partition, values, codec, stats)
+        average = partial(self._average_lanes, planned, partition, values, codec, stats)
         try:
             own.clock.traffic += self.island.on_all(average)
         except DamagedTransferError as error:
@@ -115,46 +115,46 @@ class FixedRounds(Rounds):
         return stats, damage
 
     def _average_lanes(
-        self, plan: PlannedRound, partition: Partition, values: torch.Tensor, codec: Codec, stats: LaneStats
+        self, planned: PlannedRound, partition: Partition, values: torch.Tensor, codec: Codec, stats: LaneStats
     ) -> Traffic:
         traffic = Traffic()
         damage: DamagedTransferError | None = None
         for exchange, part in self._lanes(partition, values):
             stats.begin_lane()
             try:
-                traffic += exchange.average(part, self._weights(plan), codec, stats.observe)
+                traffic += exchange.average(part, self._weights(planned), codec, stats.observe)
             except DamagedTransferError as error:  # the others wait for the lanes that are left
                 damage = error
         if damage is not None:
             raise damage
         return traffic
 
-    def _weights(self, plan: PlannedRound) -> list[float]:
+    def _weights(self, planned: PlannedRound) -> list[float]:
         """Those of all islands; 0 for who is left out."""
-        weights = plan.participants
+        weights = planned.participants
         return [weights.get(island, 0.0) for island in range(self.config.num_islands)]
 
-    def commit(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+    def commit(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """See `Rounds.commit`.
 
         Raises:
             DivergedError: the islands' averages differ, and have before.
         """
         with own.clock.counts("waiting"):
-            outcome = self.plans.commit(plan, digest)
+            outcome = self.plans.commit(planned, digest)
         if outcome.kind == "commit":
             return True
-        if plan.attempt + 1 >= MAX_TRIES:
+        if planned.attempt + 1 >= MAX_TRIES:
             raise DivergedError(
-                f"round {plan.number} was aborted again and again: {outcome.reason}. Each writes a checkpoint of its "
-                "state before the round; start all islands again",
+                f"round {planned.number} was aborted again and again: {outcome.reason}. Each writes a checkpoint of "
+                "its state before the round; start all islands again",
                 is_state_sound=True,
             )
-        self.say_again(plan.number, outcome.reason)
+        self.say_again(planned.number, outcome.reason)
         return False
 
     @contextmanager
-    def progress(self, plan: PlannedRound, own: Contribution) -> Iterator[None]:
+    def progress(self, planned: PlannedRound, own: Contribution) -> Iterator[None]:
         """See `Rounds.progress`: it is used up, also that of who is left out."""
         yield
         if own.is_begun:

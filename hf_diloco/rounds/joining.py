@@ -20,6 +20,7 @@ from hf_diloco.membership.round_records import round_of
 from hf_diloco.membership.run import RunRecord, check_welcome
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds.context import LOOK_SECONDS
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.round import SyncClock
 from hf_diloco.utils.clock import REAL, Clock
@@ -27,7 +28,6 @@ from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
-LOOK_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 20.0  # between two attempts at a round, each of which may read all its values
 
 

@@ -204,11 +204,11 @@ class Rounds(ABC):
     def make_offer(self, own: Contribution) -> OfferRecord:
         """Makes a pseudo-gradient ready for others, and says what there is."""
 
-    def attempt(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
+    def attempt(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
         """Averages what a plan names, and takes the outer step if the islands commit it.
 
         Args:
-            plan: of the round.
+            planned: the attempt.
             own: what this island has.
             mean: takes this rank's part of the average.
 
@@ -216,16 +216,16 @@ class Rounds(ABC):
             The figures; None if the round is to be tried again.
         """
         with own.clock.counts("exchanging"):
-            stats = self.average(plan, own, mean)
-        if stats is None or not self.commit(plan, own, mean, stats.digest):
+            stats = self.average(planned, own, mean)
+        if stats is None or not self.commit(planned, own, mean, stats.digest):
             return None
-        took_part = own.part is Part.WHOLE and self.config.island in plan.participants
-        with nullcontext() if own.is_begun else own.clock.counts("applying"), self.progress(plan, own):
-            self.outer.step(plan.number, mean, took_part, plan.rates, self.island)
-        return self._report(plan, own, stats)
+        took_part = own.part is Part.WHOLE and self.config.island in planned.participants
+        with nullcontext() if own.is_begun else own.clock.counts("applying"), self.progress(planned, own):
+            self.outer.step(planned.number, mean, took_part, planned.plan.rates, self.island)
+        return self._report(planned, own, stats)
 
     @abstractmethod
-    def average(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
+    def average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
         """Writes this rank's part of the average that a plan names to `mean`; None if the round is to be tried again.
 
         Returns:
@@ -233,7 +233,7 @@ class Rounds(ABC):
         """
 
     @abstractmethod
-    def commit(self, plan: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+    def commit(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """Votes for an average; returns whether the round is committed, or is to be tried again."""
 
     def say_again(self, number: int, reason: object) -> None:
@@ -242,18 +242,18 @@ class Rounds(ABC):
             logger.warning("round %d is tried again: %s", number, reason)
 
     @abstractmethod
-    def progress(self, plan: PlannedRound, own: Contribution) -> AbstractContextManager[None]:
+    def progress(self, planned: PlannedRound, own: Contribution) -> AbstractContextManager[None]:
         """What becomes of this island's own progress in the outer step of a committed round, which is taken within."""
 
-    def _report(self, plan: PlannedRound, own: Contribution, stats: AverageStats) -> SyncReport:
-        clock, weights = own.clock, plan.participants
+    def _report(self, planned: PlannedRound, own: Contribution, stats: AverageStats) -> SyncReport:
+        clock, weights = own.clock, planned.participants
         counted = [clock.traffic.bytes_sent, clock.traffic.bytes_received, stats.dot, stats.square]
         sent, received, dot, square = self.island.sum(counted)
         cosine = None
         if self.config.island in weights and not self.outer.codec.needs_feedback:  # else too little is in the average
             share = weights[self.config.island] / sum(weights.values())
             cosine = cosine_to_others(dot, own.square, square, share)
-        if plan.number == 1 and self.island.is_leader and (cosine or 0) > _SAME_DATA:
+        if planned.number == 1 and self.island.is_leader and (cosine or 0) > _SAME_DATA:
             logger.warning(
                 "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on "
                 "the same data in the same order. Give each island its own share (docs/data.md)",
@@ -261,7 +261,7 @@ class Rounds(ABC):
                 cosine,
             )
         return SyncReport(
-            round=plan.number,
+            round=planned.number,
             participants=list(weights),
             seconds_computing=clock.computing,
             seconds_waiting=clock.waiting,
@@ -273,7 +273,7 @@ class Rounds(ABC):
             cosine=cosine,
             weight=own.weight,
             outer_hash=self.outer.outer_hash,
-            fragment=self.outer.number_of(plan.number),
+            fragment=self.outer.number_of(planned.number),
         )
 
 

@@ -51,11 +51,6 @@ class PlannedRound(Record):
         return {int(island): reason for island, reason in self.plan.left_out.items()}
 
     @property
-    def rates(self) -> list[float]:
-        """The inner learning rates with which all take the outer step, where the method wants them."""
-        return self.plan.rates
-
-    @property
     def as_attempt(self) -> Attempt:
         """As the `Quorum` knows it."""
         return Attempt(self.number, self.attempt, self.plan)
@@ -69,9 +64,9 @@ class PlannedRound(Record):
         """The island's place among the participants."""
         return next((place for place, offer in enumerate(self.offers) if offer.island == island), None)
 
-    def offer_of(self, islands: Collection[int]) -> str:
-        """The path of the first offer of some islands; "" if none takes part."""
-        return next((one.offer for one in self.plan.participants if one.island in islands), "")
+    def offer_by(self, island: int) -> OfferRecord | None:
+        """The island's offer, if it takes part."""
+        return next((offer for offer in self.offers if offer.island == island), None)
 
 
 class Plans:
@@ -123,7 +118,7 @@ class Plans:
         Returns:
             What was decided, which may be otherwise.
         """
-        offer = planned.offer_of(islands)
+        offer = next((one.offer for one in planned.plan.participants if one.island in islands), "")
         return self._decide(planned, lambda attempt: self.decider.abort(attempt, offer, reason))
 
     def _decide(self, planned: PlannedRound, call: Callable[[Attempt], OutcomeRecord]) -> OutcomeRecord:

@@ -169,6 +169,15 @@ class BaseSession(ABC):
         if self._presence:
             self._presence.stand(phase, self._is_heard)
 
+    @contextmanager
+    def _syncing(self) -> Iterator[None]:
+        """Within, signs of life say that this island synchronises."""
+        self._stand("syncing")
+        try:
+            yield
+        finally:
+            self._stand("training")
+
     def _go_on(self) -> None:
         """Training goes on."""
         self._background.last_end = time.monotonic()
