@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord
 from hf_diloco.membership.round_records import (
@@ -57,6 +58,19 @@ class Rules:
     needs_presence: bool = False
     num_fragments: int = 1
     linger: float = 0.0
+
+    @classmethod
+    def of(cls, config: DiLoCoConfig, linger: float) -> Rules:
+        """As the outer loop's settings say."""
+        return cls(
+            min_islands=config.quorum,
+            grace=config.grace,
+            patience=config.sync_timeout,
+            outlier_factor=config.outlier_factor,
+            needs_presence=config.is_direct,
+            num_fragments=config.num_fragments,
+            linger=linger,
+        )
 
     def awaits(self, decision: str) -> Awaited | None:
         """A plan or an outcome, by its path, as what another island is to write first."""

@@ -17,7 +17,6 @@ from dataclasses import replace
 
 import torch
 
-from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError, ExchangeError
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.state import OuterState
@@ -30,7 +29,6 @@ class Background:
     After a round has failed, those behind it fail too.
 
     Args:
-        config: the outer loop's settings.
         outer: this rank's outer state.
         carry_out: takes a contribution through its round; called on a thread, with a group of ranks that nothing else
             uses meanwhile.
@@ -41,10 +39,7 @@ class Background:
         is_landing: inner steps wait for a round that is to land now.
     """
 
-    def __init__(
-        self, config: DiLoCoConfig, outer: OuterState, carry_out: Callable[[Contribution], SyncReport]
-    ) -> None:
-        self.config = config
+    def __init__(self, outer: OuterState, carry_out: Callable[[Contribution], SyncReport]) -> None:
         self.outer = outer
         self.last_end = time.monotonic()
         self.failure: DiLoCoError | None = None
@@ -84,7 +79,7 @@ class Background:
     def take_off(self) -> None:
         """Begins the round that is due."""
         own = self.begin()
-        own.fragment.install_in = min(self.config.delay, own.fragment.due_at)
+        own.fragment.install_in = min(self.outer.config.delay, own.fragment.due_at)
         self.start(own)
         self.last_end = time.monotonic()
 

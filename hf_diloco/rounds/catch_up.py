@@ -31,8 +31,8 @@ class Archive:
     """
 
     def __init__(self, context: RoundContext) -> None:
-        self.config = context.config
         self.outer = context.outer
+        self.config = self.outer.config
         self.island = context.island
         self._context = context
         self._snapshots = context.snapshots
@@ -155,8 +155,8 @@ class Recovery:
     """
 
     def __init__(self, context: RoundContext) -> None:
-        self.config = context.config
         self.outer = context.outer
+        self.config = self.outer.config
         self.island = context.island
         self._context = context
         self._snapshots = context.snapshots

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import OfferRecord, author_of
@@ -28,7 +27,6 @@ class RoundContext:
     """One rank's side of the run.
 
     Attributes:
-        config: the outer loop's settings.
         outer: this rank's outer state.
         island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
         engines: how values get from island to island, one a fragment.
@@ -38,7 +36,6 @@ class RoundContext:
         clock: by which it waits.
     """
 
-    config: DiLoCoConfig
     outer: OuterState
     island: IslandGroup
     engines: Sequence[Engine]
@@ -70,8 +67,8 @@ class Offers:
     """
 
     def __init__(self, context: RoundContext) -> None:
-        self.config = context.config
         self.outer = context.outer
+        self.config = self.outer.config
         self.island = context.island
         self._context = context
         self._incarnation = context.incarnation

@@ -193,9 +193,8 @@ class ElasticSession(BaseSession):
             self.members.enter()
             self._show_standing()
             self._give_heartbeats(self.members)
-            self.quorum = Quorum(
-                self.members, self._rules(), self._should_stop, self._clock, lambda: self._holds_up_training
-            )
+            rules = Rules.of(self.config, self._linger)
+            self.quorum = Quorum(self.members, rules, self._should_stop, self._clock, lambda: self._holds_up_training)
             return run.model_dump(), is_new, self.members.incarnation, is_late
 
         raw, is_new, incarnation, self._is_late = self.island.on_leader(enter)
@@ -206,23 +205,17 @@ class ElasticSession(BaseSession):
         link_key = self._credentials.link_key(self._run.run)
         self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
         self.engines = open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit)
-        numbers = self.quorum, incarnation, self._clock
-        context = RoundContext(self.config, self.outer, self._talk, self.engines, self._snapshots, *numbers)
+        context = RoundContext(
+            self.outer, self._talk, self.engines, self._snapshots, self.quorum, incarnation, self._clock
+        )
         self.rounds = ElasticRounds(context)
-        self._pace = Pace(self.config, self.outer, self.members)
+        self._pace = Pace(self.outer, self.members)
         return is_new
 
     def _bucket_of(self, fragment: Fragment, seal: BlockSeal | None) -> BucketExchange:
         intervals = fragment.partition.intervals
         start = intervals[0][0] if intervals else 0
         return BucketExchange(self.store, start, fragment.partition.numel, rate_limit=self._rate_limit, seal=seal)
-
-    def _rules(self) -> Rules:
-        config = self.config
-        numbers = config.quorum, config.grace, config.sync_timeout, config.outlier_factor
-        return Rules(
-            *numbers, needs_presence=config.is_direct, num_fragments=config.num_fragments, linger=self._linger
-        )
 
     @contextmanager
     def _leave_on_error(self) -> Iterator[None]:

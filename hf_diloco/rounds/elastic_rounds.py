@@ -57,7 +57,7 @@ class ElasticRounds(Rounds):
 
     def __init__(self, context: RoundContext) -> None:
         plans = QuorumPlans(context.outer, context.island, context.quorum)
-        super().__init__(context.config, context.outer, context.island, plans)
+        super().__init__(context.outer, context.island, plans)
         self.context = context
         self._engine_of = context.engine_of
         self._snapshots = context.snapshots

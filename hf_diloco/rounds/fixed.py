@@ -72,6 +72,8 @@ class FixedSession(BaseSession):
     """
 
     _is_heard = False
+    _rounds: FixedRounds  # since `join`, as the next
+    _eager: EagerRounds | None = None
 
     def __init__(
         self,
@@ -96,8 +98,6 @@ class FixedSession(BaseSession):
         )
         self._unanimity: Unanimity | None = None  # on the leader
         island.on_leader(lambda: self._enter(clock, folder or Path()))
-        self._rounds = FixedRounds(config, self.outer, self._talk, self._unanimity, self._exchanges)
-        self._eager = EagerRounds(island, self._rounds, self._background) if config.anticipates else None
 
     def _enter(self, clock: Clock, folder: Path) -> None:
         """Takes this island's number."""
@@ -146,6 +146,9 @@ class FixedSession(BaseSession):
                 shards,
                 [(part, choose_partition(part, self.island, layouts, block_values)) for part in self._cut(shards)],
             )
+            self._rounds = FixedRounds(self.outer, self._talk, self._unanimity, self._exchanges)
+            if self.config.anticipates:
+                self._eager = EagerRounds(self.island, self._background)
             self._show_standing()
             self.island.on_all(
                 lambda: self._exchanges.extend(map(self.transport.open, self.outer.current.partition.lanes))
@@ -284,15 +287,12 @@ class EagerRounds:
 
     Args:
         island: the ranks of this island.
-        rounds: carries rounds out.
-        background: does so behind the inner steps of the next one.
+        background: carries rounds out, behind the inner steps of the next one.
     """
 
-    def __init__(self, island: IslandGroup, rounds: FixedRounds, background: Background) -> None:
-        self.config = rounds.config
-        self.outer = rounds.outer
+    def __init__(self, island: IslandGroup, background: Background) -> None:
+        self.outer = background.outer
         self.island = island
-        self._rounds = rounds
         self._background = background
 
     @property
@@ -325,7 +325,7 @@ class EagerRounds:
             fragment.finish(last.values)
         else:
             # Its inner steps are used, come what may.
-            own.steps, own.examples, own.due_at = 0, 0.0, self.config.sync_every
+            own.steps, own.examples, own.due_at = 0, 0.0, self.outer.config.sync_every
             fragment.step_eagerly(own.delta if own.is_finite else None, own.weight)
             self._background.start(own)
         fragment.write_masters()

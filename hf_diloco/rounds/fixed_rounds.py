@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from hf_diloco.codecs import CODECS, Codec
-from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
@@ -25,7 +24,7 @@ class FixedRounds(Rounds):
     """Offer, average, vote.
 
     Args:
-        config, outer, island: see `Rounds`.
+        outer, island: see `Rounds`.
         unanimity: decides rounds; on the island's leader only.
         exchanges: of this rank's lanes, in their order; may be filled later.
 
@@ -35,13 +34,12 @@ class FixedRounds(Rounds):
 
     def __init__(
         self,
-        config: DiLoCoConfig,
         outer: OuterState,
         island: IslandGroup,
         unanimity: Unanimity | None,
         exchanges: Sequence[Exchange],
     ) -> None:
-        super().__init__(config, outer, island, Plans(outer, island, unanimity))
+        super().__init__(outer, island, Plans(outer, island, unanimity))
         self._exchanges = exchanges
         self.buffers: list[Partition] = []
 

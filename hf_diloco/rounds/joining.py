@@ -35,13 +35,12 @@ class Pace:
     """Sets when the next round is due by what the other islands say of themselves.
 
     Args:
-        config: the outer loop's settings.
         outer: this rank's outer state.
         members: the islands; on the island's leader only.
     """
 
-    def __init__(self, config: DiLoCoConfig, outer: OuterState, members: Members | None) -> None:
-        self.config = config
+    def __init__(self, outer: OuterState, members: Members | None) -> None:
+        self.config = outer.config
         self.outer = outer
         self.island = outer.island
         self._members = members

@@ -25,7 +25,6 @@ from typing import Any, Literal
 import torch
 import xxhash
 
-from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
@@ -173,14 +172,13 @@ class Rounds(ABC):
     Every method is collective over the island's ranks. How islands agree is the subclass's.
 
     Args:
-        config: the outer loop's settings.
         outer: this rank's outer state.
         island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
         plans: what is decided of them.
     """
 
-    def __init__(self, config: DiLoCoConfig, outer: OuterState, island: IslandGroup, plans: Plans) -> None:
-        self.config = config
+    def __init__(self, outer: OuterState, island: IslandGroup, plans: Plans) -> None:
+        self.config = outer.config
         self.outer = outer
         self.island = island
         self.plans = plans

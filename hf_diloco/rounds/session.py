@@ -100,7 +100,7 @@ class BaseSession(ABC):
         self.outer = OuterState(config, island)
         # A thread's talk inside the island must not mix with the training's.
         self._talk = IslandGroup(timeout=config.longest_wait) if config.overlaps else island
-        self._background = Background(config, self.outer, self._carry_out)
+        self._background = Background(self.outer, self._carry_out)
         self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
         self.has_left = self.has_finished = False
         self.chosen = ""

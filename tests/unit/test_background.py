@@ -30,7 +30,7 @@ def test_rounds_behind_one_that_failed_are_not_carried_out_and_give_back_their_s
         both_begun.wait(LONG)
         raise ExchangeError("the link is cut")
 
-    background = Background(config, outer, carry_out)
+    background = Background(outer, carry_out)
     for _ in range(2):
         for _ in range(2):
             outer.count_step()
