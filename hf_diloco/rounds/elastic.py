@@ -37,7 +37,6 @@ from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.context import LOOK_SECONDS, RoundContext
 from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
-from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.joining import Joining, Pace
 from hf_diloco.rounds.round import Contribution, RoundPassed, SyncClock, SyncReport
 from hf_diloco.rounds.round_plan import PlannedRound
@@ -81,17 +80,11 @@ class ElasticSession(BaseSession):
     Attributes:
         store: where the islands meet.
         rounds: offers and carries them out; this and the next since `join`.
-        engines: how values get from island to island, one a fragment.
-        quorum: decides rounds; on the leader.
     """
 
     rounds: ElasticRounds
-    engines: list[Engine]
-    quorum: Quorum | None = None
-    _log: RunLog | None = None  # the leader's: its signs of life say what it refuses there
     _run: RunRecord
     _pace: Pace
-    _snapshots: Snapshots
 
     def __init__(
         self,
@@ -186,31 +179,38 @@ class ElasticSession(BaseSession):
                     self.config.rendezvous,
                     self.outer.run,
                 )
-            self._log = log = RunLog(self.store, seal.of(run.run))
+            log = RunLog(self.store, seal.of(run.run))
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
             is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
             check_welcome(self.members, self._clock)
             self.members.enter()
             self._show_standing()
             self._give_heartbeats(self.members)
-            rules = Rules.of(self.config, self._linger)
-            self.quorum = Quorum(self.members, rules, self._should_stop, self._clock, lambda: self._holds_up_training)
             return run.model_dump(), is_new, self.members.incarnation, is_late
 
         raw, is_new, incarnation, self._is_late = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
-        log = self._log or RunLog(self.store, seal.of(self._run.run))
+        log = self.members.log if self.members else RunLog(self.store, seal.of(self._run.run))
         buckets = [self._bucket_of(fragment, log.seal.blocks) for fragment in self.outer.fragments]
         author = author_of(self.config.island, incarnation)
         link_key = self._credentials.link_key(self._run.run)
-        self._snapshots = Snapshots(log, buckets, author, self.island.rank, self.island.size)
-        self.engines = open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit)
-        context = RoundContext(
-            self.outer, self._talk, self.engines, self._snapshots, self.quorum, incarnation, self._clock
+        self.rounds = ElasticRounds(
+            RoundContext(
+                outer=self.outer,
+                island=self._talk,
+                engines=open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit),
+                snapshots=Snapshots(log, buckets, author, self.island.rank, self.island.size),
+                quorum=self._make_quorum(self.members) if self.members else None,
+                incarnation=incarnation,
+                clock=self._clock,
+            )
         )
-        self.rounds = ElasticRounds(context)
         self._pace = Pace(self.outer, self.members)
         return is_new
+
+    def _make_quorum(self, members: Members) -> Quorum:
+        rules = Rules.of(self.config, self._linger)
+        return Quorum(members, rules, self._should_stop, self._clock, lambda: self._holds_up_training)
 
     def _bucket_of(self, fragment: Fragment, seal: BlockSeal | None) -> BucketExchange:
         intervals = fragment.partition.intervals
@@ -259,12 +259,12 @@ class ElasticSession(BaseSession):
 
     def take_refused(self) -> dict[int, str]:
         refused, self.rounds.refused = self.rounds.refused, {}
-        return refused | (self._log.take_refused() if self._log else {})
+        return refused | (self.members.log.take_refused() if self.members else {})
 
     def _missed(self, error: DiLoCoError) -> MissedRoundError:
         """Lets training go on after a round did not take place."""
         if self.island.is_leader and isinstance(error, StoreFullError):
-            self._snapshots.make_room()
+            self.rounds.context.snapshots.make_room()
         if isinstance(error, StoreError):  # which would not say either where the others are
             self._pace.postpone()
         else:
@@ -381,8 +381,5 @@ class ElasticSession(BaseSession):
 
     def close(self) -> None:
         self._background.close()
-        if hasattr(self, "engines"):
-            self._snapshots.wait()
-            self.rounds.rest()
-            for engine in self.engines:
-                engine.close()
+        if hasattr(self, "rounds"):
+            self.rounds.close()

@@ -126,6 +126,13 @@ class ElasticRounds(Rounds):
             fragment, vector = self._lent.pop()
             fragment.take_back(vector)
 
+    def close(self) -> None:
+        """Lets go of all connections, once nothing is on its way into the store."""
+        self._snapshots.wait()
+        self.rest()
+        for engine in self.context.engines:
+            engine.close()
+
     # Carrying out
 
     def carry_out(self, own: Contribution) -> SyncReport:
