@@ -102,7 +102,6 @@ class ElasticRounds(Rounds):
         return planned.number == self.outer.round and outcome.by != self.config.island
 
     def make_offer(self, own: Contribution) -> OfferRecord:
-        """See `Rounds.make_offer`."""
         return self._offers.make(own)
 
     def capture(self, clock: SyncClock) -> Contribution:

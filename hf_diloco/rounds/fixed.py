@@ -108,8 +108,10 @@ class FixedSession(BaseSession):
             self._give_heartbeats(self.members)
         except StoreError as error:
             raise store_lost(error) from None
-        patience = self.config.sync_timeout, self.config.exchange_timeout
-        self._unanimity = Unanimity(self._all_gather, log, *patience, self._exchanges)
+        config = self.config
+        self._unanimity = Unanimity(
+            self._all_gather, log, config.sync_timeout, config.exchange_timeout, self._exchanges
+        )
 
     def _connect(self, transport: Transport | None) -> Transport:
         """The leader first: what keeps it from connecting is then known to all ranks."""

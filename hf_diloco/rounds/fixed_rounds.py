@@ -68,7 +68,6 @@ class FixedRounds(Rounds):
             exchange.expect(size, self.outer.codec)
 
     def make_offer(self, own: Contribution) -> OfferRecord:
-        """See `Rounds.make_offer`."""
         for exchange, part in self._lanes(own.fragment.partition, own.delta):
             exchange.prepare(part, self.outer.codec)
         return own.offer(self.config.island, 1, own.number, self.outer.outer_hash)

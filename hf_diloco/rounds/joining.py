@@ -24,7 +24,7 @@ from hf_diloco.rounds.context import LOOK_SECONDS
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.round import SyncClock
 from hf_diloco.utils.clock import REAL, Clock
-from hf_diloco.utils.waiting import WaitNotes
+from hf_diloco.utils.waiting import Wait, WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
@@ -274,10 +274,14 @@ class Joining:
                 may_come = not members.incarnation_of(self._run.by) and self._clock.now() < deadline
                 if self._run.by == members.island or not (self._run.by in alive or may_come):
                     return None
-            if self._should_stop():
-                raise StopRequested
-            wait.look("a sound snapshot" if start else f"the outer parameters of island {self._run.by}")
-            self._clock.sleep(LOOK_SECONDS)
+            self._rest(wait, "a sound snapshot" if start else f"the outer parameters of island {self._run.by}")
+
+    def _rest(self, wait: Wait, missing: str) -> None:
+        """Waits for a moment, and says for whom; raises `StopRequested` if this island is asked to stop."""
+        if self._should_stop():
+            raise StopRequested
+        wait.look(missing)
+        self._clock.sleep(LOOK_SECONDS)
 
     def _may_be_written_again(self, alive: Mapping[int, HeartbeatRecord]) -> bool:
         """Whether another island holds what a damaged snapshot held, or a later state."""
@@ -309,10 +313,7 @@ class Joining:
                     self._stand("passing")
                 if has_plan():
                     return True
-                if self._should_stop():
-                    raise StopRequested
-                note.look("the others, which begin it without this island")
-                self._clock.sleep(LOOK_SECONDS)
+                self._rest(note, "the others, which begin it without this island")
             return has_plan()  # they were faster
 
         while self.island.on_leader(wait):

@@ -26,7 +26,6 @@ class MemoryFolder:
         self._num_bytes = 0
 
     def read(self, path: str, limit: int) -> bytes:
-        """See `Folder.read`."""
         data = self._get(path)
         if len(data) > limit:
             raise OverflowError(len(data))
@@ -34,17 +33,14 @@ class MemoryFolder:
 
     @contextmanager
     def opened(self, path: str) -> Iterator[Opened]:
-        """See `Folder.opened`."""
         data = self._get(path)
         yield Opened(len(data), self._objects[path][1], lambda start, length: data[start : start + length])
 
     def find(self, prefix: str = "") -> list[Entry]:
-        """See `Folder.find`."""
         below = f"{prefix}/" if prefix else ""
         return [Entry(path, len(data), at) for path, (data, at) in self._objects.items() if path.startswith(below)]
 
     def create(self, path: str, data: bytes) -> None:
-        """See `Folder.create`."""
         if path in self._objects:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         self._put(path, data)
@@ -52,15 +48,12 @@ class MemoryFolder:
     def put(
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = False
     ) -> None:
-        """See `Folder.put`."""
         self._put(path, bytes(data))
 
     def assemble(self, path: str, pieces: Iterable[bytes]) -> None:
-        """See `Folder.assemble`."""
         self._put(path, b"".join(pieces))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """See `Folder.delete`."""
         for path in paths:
             self._num_bytes -= self._size(path)
             self._objects.pop(path, None)
