@@ -187,16 +187,16 @@ class DirectEngine(Engine):
         wait = self._notes.begin(timeout, f"round {planned.number}, connecting from {self._address}")
         with wait.blocking(others):
             lane = Lane(
-                store,
-                name,
-                own,
-                len(members),
-                self._address,
-                timeout,
-                self._key,
-                self._config.connections,
-                self._rate_limit,
-                Parties(tuple(island for island, _ in members)),
+                store=store,
+                name=name,
+                island=own,
+                num_islands=len(members),
+                address=self._address,
+                timeout=timeout,
+                key=self._key,
+                num_connections=self._config.connections,
+                rate_limit=self._rate_limit,
+                parties=Parties(tuple(island for island, _ in members)),
             )
             self._mesh = SegmentedMesh(
                 lane, own_range, ranges, partial(self._notes.watch, timeout, "exchange", others)

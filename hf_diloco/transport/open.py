@@ -64,15 +64,15 @@ class MeshTransport(Transport):
         self._config = config
         self._notes = WaitNotes(config.island)
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
-        credentials, is_host = find_credentials(config, config.island), is_leader and config.island == 0
+        credentials = find_credentials(config, config.island)
         self.store, self._key, self._address, self._end = meet(
             config,
             credentials,
-            is_host,
-            f"island {config.island}",
-            {"num_islands": config.num_islands},
-            SILENT_SECONDS,
-            self._notes,
+            is_host=is_leader and config.island == 0,
+            who=f"island {config.island}",
+            size={"num_islands": config.num_islands},
+            silent_for=SILENT_SECONDS,
+            notes=self._notes,
         )
         if is_leader and not credentials.key:
             warn_if_exposed(self._address)
@@ -87,13 +87,13 @@ class MeshTransport(Transport):
         with wait.blocking(others):
             return MeshExchange(
                 Lane(
-                    self.store,
-                    f"lane{lane}",
-                    config.island,
-                    config.num_islands,
-                    self._address,
-                    config.exchange_timeout,
-                    self._key,
+                    store=self.store,
+                    name=f"lane{lane}",
+                    island=config.island,
+                    num_islands=config.num_islands,
+                    address=self._address,
+                    timeout=config.exchange_timeout,
+                    key=self._key,
                     num_connections=config.connections,
                     rate_limit=self._rate_limit,
                 ),
