@@ -97,7 +97,7 @@ class MeshExchange(Exchange):
         try:
             if self._rate_limit.bytes_per_second is None:  # else sending takes its time
                 for chunk in self._prepared:
-                    self._scatter(chunk, codec)
+                    self._scatter(chunk)
         except ExchangeError as error:
             self._failure = error
 
@@ -120,18 +120,18 @@ class MeshExchange(Exchange):
                 raise self._failure
             for number, part in enumerate(values.split(size)):
                 if len(pipeline) == num_slots:
-                    traffic += self._finish(pipeline.popleft(), weights, codec, observe, deadline)
+                    traffic += self._finish(pipeline.popleft(), weights, observe, deadline)
                 known = self._prepared.popleft() if self._prepared else None
                 chunk = known or self._expect(first_slot + number % num_slots, part.numel(), codec)
                 chunk.values = part
                 pipeline.append(chunk)
-                self._scatter(chunk, codec)
+                self._scatter(chunk)
                 if len(pipeline) > num_slots // 2:
-                    self._reduce(pipeline[-1 - num_slots // 2], weights, codec, deadline)
+                    self._reduce(pipeline[-1 - num_slots // 2], weights, deadline)
             for chunk in pipeline:
-                self._reduce(chunk, weights, codec, deadline)
+                self._reduce(chunk, weights, deadline)
             while pipeline:
-                traffic += self._finish(pipeline.popleft(), weights, codec, observe, deadline)
+                traffic += self._finish(pipeline.popleft(), weights, observe, deadline)
         except ExchangeError as error:
             for chunk in pipeline:
                 chunk.drop()
@@ -194,66 +194,64 @@ class MeshExchange(Exchange):
 
         Before anything is sent: a sender that finds nobody receiving asks first, which takes a whole round trip.
         """
-        chunk = Chunk(size, slot, averaged_by_all(self.num_islands, codec))
+        chunk = Chunk(size, slot, codec, averaged_by_all(self.num_islands, codec))
         chunk.tag = self._next_tag()
         if chunk.is_averaged_by_all:  # one trip instead of two
             chunk.pieces = [slice(0, size)] * self.num_islands
         else:
             chunk.pieces = cut_into_pieces(size, self.num_islands, codec)
         try:
-            self._receive_all(chunk, codec)
+            self._receive_all(chunk)
         except ExchangeError:
             chunk.drop()  # the error's traceback would keep transfers, and they the sockets
             raise
         return chunk
 
-    def _receive_all(self, chunk: Chunk, codec: Codec) -> None:
-        own_bytes = codec.num_bytes(length(chunk.pieces[self.island]))
+    def _receive_all(self, chunk: Chunk) -> None:
+        own_bytes = chunk.codec.num_bytes(length(chunk.pieces[self.island]))
         for peer in self._peers:
             received = self._buffer(f"from{peer}", chunk.slot, own_bytes)
             chunk.received[peer] = received
             self.links.receive(received, peer, chunk.tag, chunk.transfers, self._with_checksums)
         if not chunk.is_averaged_by_all:
             chunk.result_tag = self._next_tag()
-            chunk.result = self._buffer("result", chunk.slot, codec.num_bytes(chunk.size))
+            chunk.result = self._buffer("result", chunk.slot, chunk.codec.num_bytes(chunk.size))
             for peer in self._peers:
-                piece = chunk.result_of(peer, codec)
+                piece = chunk.result_of(peer)
                 self.links.receive(piece, peer, chunk.result_tag, chunk.results, self._with_checksums)
 
-    def _scatter(self, chunk: Chunk, codec: Codec) -> None:
+    def _scatter(self, chunk: Chunk) -> None:
         """Encodes the chunk and starts sending each piece to the island that averages it, unless it is under way."""
         if chunk.is_scattered:
             return
         chunk.is_scattered = True
-        chunk.code = self._encode(chunk, codec)
+        chunk.code = self._encode(chunk)
         for peer in self._peers:
-            self.links.send(chunk.code_of(peer, codec), peer, chunk.tag, chunk.transfers, self._with_checksums)
+            self.links.send(chunk.code_of(peer), peer, chunk.tag, chunk.transfers, self._with_checksums)
 
-    def _reduce(self, chunk: Chunk, weights: Sequence[float], codec: Codec, deadline: Deadline) -> None:
+    def _reduce(self, chunk: Chunk, weights: Sequence[float], deadline: Deadline) -> None:
         """Where each island has a piece of its own: averages it and starts handing it to all."""
         if chunk.is_averaged_by_all or chunk.is_reduced:
             return
         chunk.is_reduced = True
         chunk.traffic = self._wait(chunk.transfers, deadline)
-        own = chunk.result_of(self.island, codec)
+        own, codec = chunk.result_of(self.island), chunk.codec
         for where in blocks(length(chunk.pieces[self.island])):
-            mean = self._mean(chunk, where, weights, codec)
+            mean = self._mean(chunk, where, weights)
             codec.encode(mean, own[codec.locate(where.start, where.stop)])
         for peer in self._peers:
             self.links.send(own, peer, chunk.result_tag, chunk.results, self._with_checksums)
 
-    def _finish(
-        self, chunk: Chunk, weights: Sequence[float], codec: Codec, observe: Observer | None, deadline: Deadline
-    ) -> Traffic:
+    def _finish(self, chunk: Chunk, weights: Sequence[float], observe: Observer | None, deadline: Deadline) -> Traffic:
         """Puts the average in place of the chunk's values, block by block."""
         awaited = chunk.transfers if chunk.is_averaged_by_all else chunk.results
         traffic = chunk.traffic + self._wait(awaited, deadline)
         for where in blocks(chunk.size):
             values = chunk.values[where]
             if chunk.is_averaged_by_all:
-                mean = self._mean(chunk, where, weights, codec)
+                mean = self._mean(chunk, where, weights)
             else:
-                mean = self._decode(chunk.result, where, "mean", codec)
+                mean = self._decode(chunk.result, where, "mean", chunk.codec)
             if observe:
                 observe(values, mean)
             values.copy_(mean)
@@ -270,16 +268,17 @@ class MeshExchange(Exchange):
             damaged, self._damaged = self._damaged, set()
             raise DamagedTransferError(damaged, self.links.is_sealed)
 
-    def _mean(self, chunk: Chunk, where: slice, weights: Sequence[float], codec: Codec) -> torch.Tensor:
+    def _mean(self, chunk: Chunk, where: slice, weights: Sequence[float]) -> torch.Tensor:
         """Averages a block of the piece that this island owns; leaves its own values as they are."""
-        own = chunk.code_of(self.island, codec)
+        own = chunk.code_of(self.island)
         parts = [
-            self._decode(chunk.received.get(island, own), where, f"part{island}", codec)
+            self._decode(chunk.received.get(island, own), where, f"part{island}", chunk.codec)
             for island in range(self.num_islands)
         ]
         return weighted_mean(parts, weights, keep=self.island)
 
-    def _encode(self, chunk: Chunk, codec: Codec) -> torch.Tensor:
+    def _encode(self, chunk: Chunk) -> torch.Tensor:
+        codec = chunk.codec
         if codec.is_exact:
             return chunk.values.view(torch.uint8)
         code = self._buffer("code", chunk.slot, codec.num_bytes(chunk.size))

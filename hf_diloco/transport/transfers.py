@@ -209,11 +209,14 @@ class Chunk:
     Attributes:
         size: how many values.
         slot: which of the buffers it has.
+        codec: how they travel.
+        is_averaged_by_all: there is no piece for each island.
         values: themselves; none while it is only expected.
     """
 
     size: int
     slot: int
+    codec: Codec
     is_averaged_by_all: bool
     values: torch.Tensor = field(default_factory=torch.Tensor)
     tag: int = 0
@@ -233,15 +236,15 @@ class Chunk:
         self.transfers.drop()
         self.results.drop()
 
-    def result_of(self, island: int, codec: Codec) -> torch.Tensor:
+    def result_of(self, island: int) -> torch.Tensor:
         """The code of the average of the piece that `island` averages."""
         piece = self.pieces[island]
-        return self.result[codec.locate(piece.start, piece.stop)]
+        return self.result[self.codec.locate(piece.start, piece.stop)]
 
-    def code_of(self, island: int, codec: Codec) -> torch.Tensor:
+    def code_of(self, island: int) -> torch.Tensor:
         """The code of the piece that `island` averages."""
         piece = self.pieces[island]
-        return self.code[codec.locate(piece.start, piece.stop)]
+        return self.code[self.codec.locate(piece.start, piece.stop)]
 
 
 def chunk_values(size: int, codec: Codec) -> int:
