@@ -118,13 +118,9 @@ class DirectEngine(Engine):
         return {"start": self._bucket.start, "length": self._bucket.length}, Traffic()
 
     def average(
-        self,
-        planned: PlannedRound,
-        mean: torch.Tensor,
-        own: int | None,
-        own_values: torch.Tensor | None,
-        observe: Observer,
+        self, planned: PlannedRound, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
     ) -> Traffic:
+        own = planned.place_of(self._config.island)
         if own is None or own_values is None or planned.is_committed:
             return self._bucket.fetch(self._need_mean(planned), mean)
         if mean.data_ptr() != own_values.data_ptr():
@@ -141,7 +137,7 @@ class DirectEngine(Engine):
         except RendezvousError as error:  # all were alike when they joined: somebody writes there
             raise IslandLostError(str(error)) from None
         except IslandLostError as error:
-            lost = [planned.offers[place].island for place in error.islands] or self._absent(planned, own)
+            lost = [planned.offers[place].island for place in error.islands] or self._absent(planned)
             raise IslandLostError(f"islands {lost} were lost in round {planned.number} ({error})", lost) from None
 
     def values_of(self, offer: OfferRecord) -> torch.Tensor | None:
@@ -183,7 +179,7 @@ class DirectEngine(Engine):
         )
         own_range = Range(self._bucket.start, self._bucket.length)
         timeout = self._config.exchange_timeout
-        others = [island for place, (island, _) in enumerate(members) if place != own]
+        others = [island for island, _ in members if island != self._config.island]
         wait = self._notes.begin(timeout, f"round {planned.number}, connecting from {self._address}")
         with wait.blocking(others):
             lane = Lane(
@@ -220,12 +216,11 @@ class DirectEngine(Engine):
             raise IslandLostError(f"island {offer.island} announces what cannot be: {error}", [offer.island]) from None
         return ranges
 
-    def _absent(self, planned: PlannedRound, own: int) -> list[int]:
+    def _absent(self, planned: PlannedRound) -> list[int]:
         """Participants that have not said where they listen."""
         there = {path.rpartition("/")[2] for path in self._log.list(f"links/mesh/{_name_of(planned)}")}
-        return [
-            offer.island for place, offer in enumerate(planned.offers) if place != own and f"{place}.json" not in there
-        ]
+        absent = [offer.island for place, offer in enumerate(planned.offers) if f"{place}.json" not in there]
+        return [island for island in absent if island != self._config.island]
 
     # Averages in the store
 
@@ -386,7 +381,7 @@ def open_engines(
         RendezvousError: the address to listen on is a public one.
     """
     if not config.is_direct:
-        return [BucketEngine(bucket, find_codec(config.payload), island.rank) for bucket in buckets]
+        return [BucketEngine(bucket, find_codec(config.payload), config.island, island.rank) for bucket in buckets]
     sizes = island.sum([bucket.length for bucket in buckets])
     address = island.on_all(lambda: find_address(config))
     if island.is_leader and not key:

@@ -234,15 +234,14 @@ class ElasticRounds(Rounds):
     def _average(
         self, engine: Engine, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats
     ) -> None:
-        place = planned.place_of(self.config.island)
         # Where islands disagree, this one's own values are read again like all others.
         may_use_memory = self.config.is_direct or not self._doubts.has(planned.number)
         values = own.delta if may_use_memory and self._holds_all(planned, own.steps) else None
-        own.clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, place, values, stats.observe))
+        own.clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, values, stats.observe))
         if self.config.is_direct and len(planned.offers) == 1 and not planned.is_committed:
             self.outer.fragment_of(planned.number).encode_alone(mean)
-        if own.part is Part.SOME and place is not None:
-            own.used = self.island.on_all(lambda: engine.values_of(planned.offers[place]))
+        if own.part is Part.SOME and (offer := planned.offer_by(self.config.island)):
+            own.used = self.island.on_all(lambda: engine.values_of(offer))
 
     def commit(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """See `Rounds.commit`; an attempt is to be looked at again if it is aborted, or has another average.

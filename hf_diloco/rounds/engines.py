@@ -37,20 +37,14 @@ class Engine(ABC):
 
     @abstractmethod
     def average(
-        self,
-        planned: PlannedRound,
-        mean: torch.Tensor,
-        own: int | None,
-        own_values: torch.Tensor | None,
-        observe: Observer,
+        self, planned: PlannedRound, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
     ) -> Traffic:
         """Writes this rank's part of the average that a plan names to `mean`.
 
         Args:
             planned: the plan, and its outcome if there is one.
             mean: undefined after an error; may be `own_values`.
-            own: this island's place among the participants, if it is one.
-            own_values: what it has offered, if it still has it.
+            own_values: what this island has offered, if it takes part and still has it.
             observe: see `transport.base.Observer`.
 
         Raises:
@@ -80,9 +74,10 @@ class Engine(ABC):
 class BucketEngine(Engine):
     """Everything lies in the object store; see `transport.bucket`."""
 
-    def __init__(self, bucket: BucketExchange, codec: Codec, rank: int) -> None:
+    def __init__(self, bucket: BucketExchange, codec: Codec, island: int, rank: int) -> None:
         self._bucket = bucket
         self._codec = codec
+        self._island = island
         self._rank = rank
 
     def announce(self, delta: torch.Tensor, number: int, tag: str) -> tuple[dict[str, Any], Traffic]:
@@ -91,13 +86,9 @@ class BucketEngine(Engine):
         return info.model_dump(), traffic
 
     def average(
-        self,
-        planned: PlannedRound,
-        mean: torch.Tensor,
-        own: int | None,
-        own_values: torch.Tensor | None,
-        observe: Observer,
+        self, planned: PlannedRound, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
     ) -> Traffic:
+        own = planned.place_of(self._island)
         parts = [_infos(offer) for offer in planned.offers]
         return self._bucket.average(parts, planned.weights, self._codec, mean, observe, own, own_values)
 
