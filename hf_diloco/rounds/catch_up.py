@@ -58,9 +58,9 @@ class Archive:
         """Begins to write the outer state into the store, if that is due after the last round, and on this island."""
         assert self.last is not None
         planned, _ = self.last
-        if planned.number % self.config.snapshot_every == 0 and min(planned.participants) == self.config.island:
+        if planned.round % self.config.snapshot_every == 0 and min(planned.participants) == self.config.island:
             self._snapshots.write_behind(
-                planned.number, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
+                planned.round, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
             )
 
     def rescue_start(self) -> None:
@@ -138,7 +138,7 @@ class Archive:
     def _is_missing(self, planned: PlannedRound, outcome: OutcomeRecord, left: Set[int]) -> bool:
         if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
             return False
-        return not self._context.engine_of(planned.number).has_average(planned.number, planned.attempt)
+        return not self._context.engine_of(planned.round).has_average(planned.round, planned.attempt)
 
 
 def _has_author_of(planned: PlannedRound, before: PlannedRound, outcome: OutcomeRecord) -> bool:
@@ -171,12 +171,12 @@ class Recovery:
         return self.island.on_leader(lambda: self._await_average(planned))
 
     def _await_average(self, planned: PlannedRound) -> bool:
-        engine, quorum = self._context.engine_of(planned.number), self._context.quorum
+        engine, quorum = self._context.engine_of(planned.round), self._context.quorum
         assert quorum is not None
         deadline = self._clock.now() + self.config.exchange_timeout
-        wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.number}")
+        wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.round}")
         islands = [offer.island for offer in planned.offers]
-        while not engine.has_average(planned.number, planned.attempt):
+        while not engine.has_average(planned.round, planned.attempt):
             if self._snapshots.newest(self.outer.round) is not None or self._clock.now() >= deadline:
                 return False
             if quorum.revoke(planned.as_attempt, planned.offers):
@@ -200,7 +200,7 @@ class Recovery:
         self._take_over_later(error)
         self._give_up(planned, Part.WHOLE if is_resuming else part)
         if is_resuming:
-            self._drop_after(planned.number)
+            self._drop_after(planned.round)
 
     def skip(self, number: int, error: PayloadError, is_resuming: bool, may_be_used: bool) -> None:
         """As `pass_over`, where a record of the committed round `number` is damaged: nobody knows who took part.
@@ -236,7 +236,7 @@ class Recovery:
     def _give_up(self, planned: PlannedRound, part: Part) -> None:
         """Subtracts progress that a committed round consumed and the store no longer holds."""
         offer = planned.offer_by(self.config.island)
-        fragment = self.outer.fragment_of(planned.number)
+        fragment = self.outer.fragment_of(planned.round)
         if part is Part.WHOLE and offer is None:
             self.outer.drop_progress(fragment)
         elif part is Part.WHOLE:

@@ -138,7 +138,7 @@ class DirectEngine(Engine):
             raise IslandLostError(str(error)) from None
         except IslandLostError as error:
             lost = [planned.offers[place].island for place in error.islands] or self._absent(planned)
-            raise IslandLostError(f"islands {lost} were lost in round {planned.number} ({error})", lost) from None
+            raise IslandLostError(f"islands {lost} were lost in round {planned.round} ({error})", lost) from None
 
     def values_of(self, offer: OfferRecord) -> torch.Tensor | None:
         return None
@@ -180,7 +180,7 @@ class DirectEngine(Engine):
         own_range = Range(self._bucket.start, self._bucket.length)
         timeout = self._config.exchange_timeout
         others = [island for island, _ in members if island != self._config.island]
-        wait = self._notes.begin(timeout, f"round {planned.number}, connecting from {self._address}")
+        wait = self._notes.begin(timeout, f"round {planned.round}, connecting from {self._address}")
         with wait.blocking(others):
             lane = Lane(
                 store=store,
@@ -205,7 +205,7 @@ class DirectEngine(Engine):
         """The error for a participant that did not prove who it is, which this island's signs of life say."""
         self._log.refuse_island(error)
         islands = [] if error.island is None else [error.island]
-        return IslandLostError(f"islands {islands} were refused in round {planned.number} ({error})", islands)
+        return IslandLostError(f"islands {islands} were refused in round {planned.round} ({error})", islands)
 
     def _ranges_of(self, offer: OfferRecord) -> list[Range]:
         try:
@@ -225,20 +225,20 @@ class DirectEngine(Engine):
     # Averages in the store
 
     def _keep(self, planned: PlannedRound, mean: torch.Tensor) -> None:
-        folder = f"payloads/{planned.number:08d}/mean-{self._author}"
+        folder = f"payloads/{planned.round:08d}/mean-{self._author}"
         try:
             info, _ = self._bucket.publish(mean, f"{folder}/rank-{self._ranks.rank:05d}.bin", CODECS["fp32"])
             record = MeanRecord(rank=self._ranks.rank, num_ranks=self._ranks.size, object=info.model_dump())
-            in_attempt = _mean_folder(planned.number, planned.attempt)
+            in_attempt = _mean_folder(planned.round, planned.attempt)
             self._log.put(f"{in_attempt}/rank-{self._ranks.rank:05d}.json", record)
         except DiLoCoError as error:
-            logger.warning("the average of round %d is not in the store: %s", planned.number, error)
+            logger.warning("the average of round %d is not in the store: %s", planned.round, error)
 
     def _need_mean(self, planned: PlannedRound) -> list[ObjectInfo]:
-        folder = _mean_folder(planned.number, planned.attempt)
+        folder = _mean_folder(planned.round, planned.attempt)
         found = self._find_mean(folder)
         if found is None:
-            raise PayloadError(f"the average of round {planned.number} is not in the store", folder)
+            raise PayloadError(f"the average of round {planned.round} is not in the store", folder)
         return found
 
     def has_average(self, number: int, attempt: int) -> bool:
@@ -259,7 +259,7 @@ def _mean_folder(number: int, attempt: int) -> str:
 
 def _name_of(planned: PlannedRound) -> str:
     """Of the connections that an attempt makes."""
-    return f"{planned.number:08d}-{planned.attempt:02d}"
+    return f"{planned.round:08d}-{planned.attempt:02d}"
 
 
 # Where islands cut the parameters differently

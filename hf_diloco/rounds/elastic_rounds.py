@@ -99,7 +99,7 @@ class ElasticRounds(Rounds):
         if not links or links != self._links_at_look or last is None or self._offers.has_offered(number):
             return False
         planned, outcome = last
-        return planned.number == self.outer.round and outcome.by != self.config.island
+        return planned.round == self.outer.round and outcome.by != self.config.island
 
     def make_offer(self, own: Contribution) -> OfferRecord:
         return self._offers.make(own)
@@ -182,7 +182,7 @@ class ElasticRounds(Rounds):
         with clock.counts("waiting"):
             is_there = not planned.is_committed or self.recovery.await_average(planned)
         if not is_there:
-            gone = PayloadError(f"the average of round {planned.number} is not in the store")
+            gone = PayloadError(f"the average of round {planned.round} is not in the store")
             self.recovery.pass_over(planned, gone, part, is_resuming)
             return None
         own = own or capture(self.outer, clock, with_residual=part is Part.WHOLE)
@@ -211,7 +211,7 @@ class ElasticRounds(Rounds):
         Raises:
             PayloadError: it could not be, and they have averaged it.
         """
-        engine = self._engine_of(planned.number)
+        engine = self._engine_of(planned.round)
         stats = AverageStats()
         try:
             self._average(engine, planned, own, mean, stats)
@@ -228,18 +228,18 @@ class ElasticRounds(Rounds):
         except DiLoCoError:
             engine.close()
             raise
-        stats.digest = self.outer.fragment_of(planned.number).partition.digest(mean, self.island)
+        stats.digest = self.outer.fragment_of(planned.round).partition.digest(mean, self.island)
         return stats
 
     def _average(
         self, engine: Engine, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats
     ) -> None:
         # Where islands disagree, this one's own values are read again like all others.
-        may_use_memory = self.config.is_direct or not self._doubts.has(planned.number)
+        may_use_memory = self.config.is_direct or not self._doubts.has(planned.round)
         values = own.delta if may_use_memory and self._holds_all(planned, own.steps) else None
         own.clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, values, stats.observe))
         if self.config.is_direct and len(planned.offers) == 1 and not planned.is_committed:
-            self.outer.fragment_of(planned.number).encode_alone(mean)
+            self.outer.fragment_of(planned.round).encode_alone(mean)
         if own.part is Part.SOME and (offer := planned.offer_by(self.config.island)):
             own.used = self.island.on_all(lambda: engine.values_of(offer))
 
@@ -249,7 +249,7 @@ class ElasticRounds(Rounds):
         Raises:
             DivergedError: that has happened before, and is this island's fault, or nobody's that could be named.
         """
-        engine = self._engine_of(planned.number)
+        engine = self._engine_of(planned.round)
         with own.clock.counts("waiting"):
             outcome = planned.outcome or self.plans.commit(planned, digest)
             while outcome.kind == "commit" and outcome.mean != digest:
@@ -309,17 +309,17 @@ class ElasticRounds(Rounds):
     def _holds_all(self, planned: PlannedRound, steps: int) -> bool:
         """Whether a plan takes this island's last offer, and that has as many inner steps."""
         is_newest = self._offers.is_newest(planned.offer_by(self.config.island))
-        return is_newest and self._offers.holds(planned.number, steps)
+        return is_newest and self._offers.holds(planned.round, steps)
 
     def _diverged(self, planned: PlannedRound, fault: str) -> DivergedError:
         """The error for a round of which this island does not find the average; its state may be worth keeping."""
-        fragment = self.outer.fragment_of(planned.number)
+        fragment = self.outer.fragment_of(planned.round)
         digest = fragment.digest
         fragment.make_digest(self.island)
         is_sound, fragment.digest = fragment.digest == digest, digest
         what_now = "started again, it resumes from its checkpoint"
         return DivergedError(
-            f"round {planned.number}: {fault}: suspect memory, or a library or processor that differs. This island "
+            f"round {planned.round}: {fault}: suspect memory, or a library or processor that differs. This island "
             f"ends before it spoils the others; {what_now}",
             is_sound,
         )
@@ -331,7 +331,7 @@ class ElasticRounds(Rounds):
             for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
             if any(str(info.get("path")) == error.path for info in offer.objects)
         ]
-        self.say_again(planned.number, error)
+        self.say_again(planned.round, error)
         outcome = self.plans.abort(planned, named[:1], str(error))
         if outcome.kind == "abort":  # else the others have used it, and cleared it up, while this island hung
             self.refused |= dict.fromkeys(named[:1], str(error))
@@ -340,7 +340,7 @@ class ElasticRounds(Rounds):
 
     def _on_lost(self, planned: PlannedRound, error: IslandLostError | DamagedTransferError) -> None:
         """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed."""
-        self.say_again(planned.number, error)
+        self.say_again(planned.round, error)
         outcome = self.plans.abort(planned, error.islands, str(error))
         if isinstance(error, DamagedTransferError):
             self.refused |= dict.fromkeys(error.islands, str(error))

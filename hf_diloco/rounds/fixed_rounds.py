@@ -143,11 +143,11 @@ class FixedRounds(Rounds):
             return True
         if planned.attempt + 1 >= MAX_TRIES:
             raise DivergedError(
-                f"round {planned.number} was aborted again and again: {outcome.reason}. Each writes a checkpoint of "
+                f"round {planned.round} was aborted again and again: {outcome.reason}. Each writes a checkpoint of "
                 "its state before the round; start all islands again",
                 is_state_sound=True,
             )
-        self.say_again(planned.number, outcome.reason)
+        self.say_again(planned.round, outcome.reason)
         return False
 
     @contextmanager

@@ -219,7 +219,7 @@ class Rounds(ABC):
             return None
         took_part = own.part is Part.WHOLE and self.config.island in planned.participants
         with nullcontext() if own.is_begun else own.clock.counts("applying"), self.progress(planned, own):
-            self.outer.step(planned.number, mean, took_part, planned.plan.rates, self.island)
+            self.outer.step(planned.round, mean, took_part, planned.plan.rates, self.island)
         return self._report(planned, own, stats)
 
     @abstractmethod
@@ -251,7 +251,7 @@ class Rounds(ABC):
         if self.config.island in weights and not self.outer.codec.needs_feedback:  # else too little is in the average
             share = weights[self.config.island] / sum(weights.values())
             cosine = cosine_to_others(dot, own.square, square, share)
-        if planned.number == 1 and self.island.is_leader and (cosine or 0) > _SAME_DATA:
+        if planned.round == 1 and self.island.is_leader and (cosine or 0) > _SAME_DATA:
             logger.warning(
                 "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on "
                 "the same data in the same order. Give each island its own share (docs/data.md)",
@@ -259,7 +259,7 @@ class Rounds(ABC):
                 cosine,
             )
         return SyncReport(
-            round=planned.number,
+            round=planned.round,
             participants=list(weights),
             seconds_computing=clock.computing,
             seconds_waiting=clock.waiting,
@@ -271,7 +271,7 @@ class Rounds(ABC):
             cosine=cosine,
             weight=own.weight,
             outer_hash=self.outer.outer_hash,
-            fragment=self.outer.number_of(planned.number),
+            fragment=self.outer.number_of(planned.round),
         )
 
 

@@ -29,7 +29,7 @@ _MAX_OUTVOTED = 2
 class PlannedRound(Record):
     """An attempt with its plan, as all ranks see it."""
 
-    number: int
+    round: int
     attempt: int
     plan: PlanRecord
     outcome: OutcomeRecord | None
@@ -53,7 +53,7 @@ class PlannedRound(Record):
     @property
     def as_attempt(self) -> Attempt:
         """As the `Quorum` knows it."""
-        return Attempt(self.number, self.attempt, self.plan)
+        return Attempt(self.round, self.attempt, self.plan)
 
     @property
     def is_committed(self) -> bool:
@@ -130,14 +130,14 @@ class Plans:
         if attempt.plan is None or offers is None:
             return None
         return PlannedRound(
-            number=attempt.round, attempt=attempt.number, plan=attempt.plan, outcome=attempt.outcome, offers=offers
+            round=attempt.round, attempt=attempt.number, plan=attempt.plan, outcome=attempt.outcome, offers=offers
         )
 
     def _load(self, raw: dict[str, Any]) -> PlannedRound:
         planned = PlannedRound.model_validate(raw)
         if planned.plan.state != self.outer.outer_hash:
             raise DivergedError(
-                f"round {planned.number}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
+                f"round {planned.round}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
                 f"that all agreed on ({planned.plan.state[:12]}): suspect memory or a changed library. It ends before "
                 "it spoils the others; started again, it resumes from its last checkpoint"
             )
@@ -199,7 +199,7 @@ class QuorumPlans(Plans):
 
     def remember(self, planned: PlannedRound) -> None:
         """See `Quorum.remember`."""
-        self.island.on_leader(lambda: self.quorum.remember(planned.number, planned.plan))
+        self.island.on_leader(lambda: self.quorum.remember(planned.round, planned.plan))
 
 
 class Doubts:
@@ -229,8 +229,8 @@ class Doubts:
             digest: of the average that it holds.
             outcome: of the attempt.
         """
-        if planned.number != self._round:
-            self._round, self._num_splits, self._is_outvoted, self._seen = planned.number, 0, False, {}
+        if planned.round != self._round:
+            self._round, self._num_splits, self._is_outvoted, self._seen = planned.round, 0, False, {}
         if outcome.kind == "commit":
             return self._compare(planned, digest, outcome.mean)
         if not outcome.is_split:
@@ -248,7 +248,7 @@ class Doubts:
                 f"in {self._num_splits} attempts islands came to different averages (this one to {digest[:12]}), and "
                 "no majority agrees"
             )
-        logger.log(self._level, "round %d is tried again: the islands hold different averages", planned.number)
+        logger.log(self._level, "round %d is tried again: the islands hold different averages", planned.round)
         return ""
 
     def _compare(self, planned: PlannedRound, digest: str, agreed: str) -> str:
@@ -263,7 +263,7 @@ class Doubts:
         logger.log(
             self._level,
             "round %d is read again: this island comes to another average (%s) than the others (%s)",
-            planned.number,
+            planned.round,
             digest[:12],
             agreed[:12],
         )

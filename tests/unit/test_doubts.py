@@ -21,7 +21,7 @@ def planned(number: int, serial: int = 0) -> PlannedRound:
         island=0, incarnation=1, serial=serial, steps=1, weight=1.0, norm=1.0, state="ab", objects=[{}]
     )
     plan = PlanRecord(by=0, state="ab", participants=[Participant(offer="o", island=0, weight=1.0, norm=1.0)])
-    return PlannedRound(number=number, attempt=0, plan=plan, outcome=None, offers=[offer])
+    return PlannedRound(round=number, attempt=0, plan=plan, outcome=None, offers=[offer])
 
 
 def commit(mean: str) -> OutcomeRecord:
