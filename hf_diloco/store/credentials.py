@@ -31,28 +31,22 @@ class KeySettings(Protocol):
     """The settings that say where the secrets are, and whom to believe; see `DiLoCoConfig`."""
 
     @property
-    def key_file(self) -> Path | None:
-        """See `load_key`."""
+    def key_file(self) -> Path | None: ...
 
     @property
-    def require_key(self) -> bool:
-        """Whether there must be one."""
+    def require_key(self) -> bool: ...
 
     @property
-    def identity_file(self) -> Path | None:
-        """See `load_identity`."""
+    def identity_file(self) -> Path | None: ...
 
     @property
-    def identities(self) -> Mapping[int, list[str]]:
-        """The public keys that speak for each island."""
+    def identities(self) -> Mapping[int, list[str]]: ...
 
     @property
-    def encrypt(self) -> bool:
-        """Whether what goes directly between islands is encrypted, or only authenticated."""
+    def encrypt(self) -> bool: ...
 
     @property
-    def encrypts_store(self) -> bool:
-        """Whether what lies in an object store is encrypted."""
+    def encrypts_store(self) -> bool: ...
 
 
 @dataclass(frozen=True, repr=False)

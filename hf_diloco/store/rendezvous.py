@@ -31,20 +31,16 @@ class Place(Protocol):
     """The settings that say where to meet; see `DiLoCoConfig`."""
 
     @property
-    def rendezvous(self) -> str | None:
-        """tcp://HOST:PORT."""
+    def rendezvous(self) -> str | None: ...
 
     @property
-    def bind_address(self) -> str | None:
-        """Where to listen."""
+    def bind_address(self) -> str | None: ...
 
     @property
-    def allow_public_address(self) -> bool:
-        """Whether that may be a public address."""
+    def allow_public_address(self) -> bool: ...
 
     @property
-    def join_timeout(self) -> float:
-        """Seconds to wait for the others."""
+    def join_timeout(self) -> float: ...
 
 
 def check_own_address(address: str | None) -> None:
