@@ -245,14 +245,19 @@ def advise(scenario: Scenario, rows: Sequence[Row]) -> str:
     begin = f"As it is set up, the islands compute {text.share(own.utilisation)} of the time"
     streams = find_method(scenario.diloco.method).streams
     names = [name for name in _BY_CHANGE if streams or name[0] == "DiLoCo"]
-    for way in (own.way, *(others[name].way for name in names)):
-        row = estimate_row(wider, way)
+    changed = [estimate_row(wider, way) for way in (own.way, *(others[name].way for name in names))]
+    for row in changed:
         if row.utilisation >= TARGET:
             return f"{begin}; set {_settings(row, wider)} for {text.share(row.utilisation)}."
-    steps = row.sync_every_for_target
-    if steps is not None and steps <= _MOST_STEPS:
+    enough = [(steps, row) for row in changed if (steps := row.sync_every_for_target) and steps <= _MOST_STEPS]
+    if enough:
+        steps, row = min(enough, key=lambda one: one[0])  # of equals the mildest
         return f"{begin}; set {_settings(row, wider)} and sync_every: {steps} for {text.share(TARGET)}."
-    needed = f": {_settings(row, wider)} needs {bit_rate(row.rate_for_target)}" if row.rate_for_target else ""
+    rates = [(rate, row) for row in changed if (rate := row.rate_for_target)]
+    needed = ""
+    if rates:
+        rate, row = min(rates, key=lambda one: one[0])
+        needed = f": {_settings(row, wider)} needs {bit_rate(rate)}"
     return f"{begin}; no setting reaches {text.share(TARGET)} on this link{needed}."
 
 

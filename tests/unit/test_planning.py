@@ -288,6 +288,14 @@ def test_advice(rate: float, diloco: dict[str, Any], sentence: str) -> None:
     assert sentence in make_estimate(make_scenario(rate=rate, **diloco)).advice
 
 
+def test_advice_is_the_way_that_needs_the_fewest_steps_between_rounds() -> None:
+    short_steps = replace(make_scenario(10**6, rate=200e6, rtt=0.16, sync_every=5), step_seconds=0.03)
+    estimate = make_estimate(short_steps)
+    steps = {(row.way.method, row.way.payload): row.sync_every_for_target or 0 for row in estimate.rows}
+    assert steps["overlap", "fp4"] > 1000 > steps["DiLoCo", "fp4"], "each fragment takes round trips"
+    assert "; set payload: fp4, connections: 2 and sync_every: " in estimate.advice
+
+
 # The command
 
 
