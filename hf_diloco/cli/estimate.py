@@ -168,6 +168,7 @@ def _read_run(path: Path, overrides: Sequence[str]) -> RunFile:
 
 def _show(estimate: Estimate) -> None:
     from hf_diloco.cli.display import terminal
+    from hf_diloco.utils.tables import print_figures
 
     console = terminal(sys.stdout)
     is_alone = estimate.scenario.num_islands == 1
@@ -178,7 +179,7 @@ def _show(estimate: Estimate) -> None:
         console.print("\nNothing travels between islands, as there is one: --islands 2, or diloco.num_islands=2.")
         return
     console.print()
-    console.print(_table(estimate))
+    print_figures(console, _table(estimate))
     console.print(_LEGEND, markup=False)
     console.print(f"\n{estimate.advice}", markup=False, soft_wrap=True)
 

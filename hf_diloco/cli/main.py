@@ -27,8 +27,6 @@ from hf_diloco.errors import ConfigError, DiLoCoError
 if TYPE_CHECKING:
     from hf_diloco.report.compare import Candidate
 
-_ANY_WIDTH = 1000
-
 app = group("Train one model on several islands of accelerators with little traffic between them (DiLoCo).")
 
 
@@ -228,15 +226,12 @@ def _print_comparison(found: Sequence[Candidate]) -> None:
 
     from hf_diloco.cli.display import terminal
     from hf_diloco.report.compare import COLUMNS, row
-    from hf_diloco.utils.tables import empty_table
+    from hf_diloco.utils.tables import empty_table, print_figures
 
     table = empty_table((name.replace(" ", "\n") for name in COLUMNS), words=("run", "method"))
     for entry in found:
         table.add_row(*map(Text, row(entry)))
-    console = terminal(sys.stdout)
-    wanted = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
-    console.width = max(console.width, wanted)  # in a narrower terminal lines are broken, not figures left out
-    console.print(table)
+    print_figures(terminal(sys.stdout), table)
 
 
 def config_schema(

@@ -24,7 +24,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     """Prints the figures of the run, a row for each island, and the warnings; on standard output by default."""
     from rich.console import Console
 
-    from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
+    from hf_diloco.utils.tables import empty_table, fact_table, plain, print_figures, warning
 
     heading = plain(title(report))
     heading.stylize("bold")
@@ -36,7 +36,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console.print(heading, end="\n\n")
     console.print(fact_table(overview(report) + sample))
     console.print()
-    console.print(islands)
+    print_figures(console, islands)
     console.print()
     for message in report.warnings:
         console.print(warning(message))

@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hf_diloco.utils.text import printable
+
+_ANY_WIDTH = 1000
 
 
 def plain(value: str) -> Text:
@@ -45,3 +48,12 @@ def empty_table(columns: Iterable[str], words: Collection[str] = (), long: Colle
         justify: Literal["left", "right"] = "left" if name in words else "right"
         table.add_column(name, header_style="cyan", justify=justify, no_wrap=name not in long)
     return table
+
+
+def print_figures(console: Console, table: Table) -> None:
+    """Prints a table of figures: in a narrower terminal its lines are broken, not figures left out."""
+    wanted = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
+    width = console.width
+    console.width = max(width, wanted)
+    console.print(table)
+    console.width = width

@@ -57,6 +57,12 @@ def test_the_table(tmp_path: Path) -> None:
     assert "warning" not in output
 
 
+def test_a_narrow_terminal_breaks_lines_and_leaves_no_figure_out(tmp_path: Path) -> None:
+    output = printed(write_run(tmp_path / "demo"), width=40)
+    assert "…" not in output
+    assert "1 4 3.5000 2.0794 40 8.00 kB 85.0 % 0.0 % 10.0 %" in flat(output)
+
+
 def test_rounds_of_fragments(tmp_path: Path) -> None:
     folder = tmp_path / "streaming"
     for island in range(2):
