@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import ValidationError
 
+from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.cli.arguments import AsJson
 from hf_diloco.config.base import describe
 from hf_diloco.errors import ConfigError
@@ -97,6 +98,7 @@ def estimate(
     if price is not None and not price <= _MOST_EXPENSIVE:
         raise ConfigError(f"--price {price}: give what a gigabyte costs, as 0.09")
     if run_file is not None:
+        find_run_file(run_file)  # refuses what is none, such as a setting beside --params
         _refuse_foreign(ctx, run_file)
         scenario = scenario_of(_read_run(run_file, overrides or ()), link, step, price)
     elif params is not None:

@@ -52,6 +52,7 @@ def test_a_file_of_ones_own_wins_over_a_name() -> None:
         ("sh", "put `--` before a command"),
         ("configs/quickstart.yaml", "`hf-diloco configs copy quickstart`"),
         ("quickstart.yaml", "quickstart \\(without .yaml\\)"),
+        ("model.path=mine/model", "is a setting, not a run file: the run file comes first"),
     ],
 )
 def test_a_wrong_name_is_told_what_there_is(given: str, message: str) -> None:

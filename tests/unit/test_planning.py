@@ -382,6 +382,7 @@ def test_a_run_with_a_record_has_its_step_time(tmp_path: Path) -> None:
         (["--params", "1b", "--price", "1e300"], "--price 1e+300"),
         (["--params", "1b", "--draw", "x.txt"], "x.txt"),
         (["missing.yaml"], "missing.yaml"),
+        (["--params", "1b", "diloco.sync_every=3"], "diloco.sync_every=3 is a setting"),
         ([str(ROOT / "configs/quickstart.yaml"), "--islands", "4"], "--islands"),
         ([str(ROOT / "configs/vision/quickstart.yaml")], "hf-diloco topology"),
     ],

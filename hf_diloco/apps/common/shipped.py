@@ -37,8 +37,8 @@ def find_run_file(given: str | Path) -> Path:
     A file of the user's wins over a name. A path to another missing file is returned as it is.
 
     Raises:
-        ConfigError: it is a script or a program; or neither, and the name of a file that comes with the package is
-            close.
+        ConfigError: it is a script, a program or a setting; or none of these, and the name of a file that comes with
+            the package is close.
     """
     path, names = Path(given), shipped_names()
     if path.suffix == ".py":
@@ -49,6 +49,8 @@ def find_run_file(given: str | Path) -> Path:
         return path
     if path.as_posix() in names:
         return shipped_folder() / f"{path.as_posix()}.yaml"
+    if "=" in path.parts[0]:
+        raise ConfigError(f"{given} is a setting, not a run file: the run file comes first, as `quickstart {given}`")
     meant = path.as_posix().removesuffix(".yaml").removeprefix("configs/")
     if meant in names:
         raise ConfigError(
