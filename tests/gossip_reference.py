@@ -128,11 +128,10 @@ def da_dmsgd(W: Array, x: Array, gradient: Gradient, lrs: list[float], momentum:
 
 
 def decentlam(W: Array, x: Array, gradient: Gradient, lrs: list[float], momentum: float) -> Array:
-    m = np.zeros_like(x)
+    move, lr_before = np.zeros_like(x), lrs[0]
     for step, lr in enumerate(lrs):
-        y = x - lr * gradient(x, step)
-        m = momentum * m + (x - W @ y) / lr
-        x = x - lr * m
+        move = momentum * min(2, lr / lr_before) * move + x - W @ (x - lr * gradient(x, step))
+        x, lr_before = x - move, lr
     return x
 
 
@@ -146,22 +145,24 @@ def qg_dmsgd(
     nesterov: bool = False,
 ) -> Array:
     mu = momentum if average_momentum is None else average_momentum
-    m = np.zeros_like(x)
+    m, lr_before = np.zeros_like(x), lrs[0]
     for step, lr in enumerate(lrs):
         g = gradient(x, step)
+        m = m * min(1, 2 * lr_before / lr)
         ahead = momentum * m + g
         new = W @ (x - lr * (g + momentum * ahead if nesterov else ahead))
         m = mu * m + (1 - mu) * (x - new) / lr
-        x = new
+        x, lr_before = new, lr
     return x
 
 
 def d2(W: Array, x: Array, gradient: Gradient, lrs: list[float]) -> Array:
     half = (np.eye(len(W)) + W) / 2
-    before, push_before = x, np.zeros_like(x)
+    correction, lr_before = np.zeros_like(x), lrs[0]
     for step, lr in enumerate(lrs):
-        push = lr * gradient(x, step)
-        before, x, push_before = x, half @ (2 * x - before - push + push_before), push
+        descended = x - lr * gradient(x, step)
+        x = half @ (descended + min(1, lr / lr_before) * correction)
+        correction, lr_before = x - descended, lr
     return x
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from hf_diloco.errors import CheckpointError, ConfigError, ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.methods.gossip import D2, METHODS, DecentLaM, DmSGD, base, make_optimizer
+from hf_diloco.methods.gossip import D2, METHODS, DecentLaM, DmSGD, flat, make_optimizer
 from hf_diloco.methods.gossip.flat import MAX_LEFT_OUT
 from hf_diloco.methods.gossip.momentum_consensus import move_in_passes, move_on_processor
 from hf_diloco.methods.topology import make_topology
@@ -60,7 +61,7 @@ CASES: list[tuple[str, Reference, dict[str, Any]]] = [
 IDS = [" ".join([name, *(f"{key}={value}" for key, value in settings.items())]) for name, _, settings in CASES]
 IN_STEP: dict[str, dict[str, Any]] = {"swarm-sgd": {"blocking": True}}
 """Settings with which nodes wait for each other, where they else take what another thread happens to have ready."""
-CHANGING = [0.05 * (1 + step % 7) for step in range(30)]
+CHANGING = [0.05 * (1 + 2 * step % 7) for step in range(30)]
 
 
 # Equations
@@ -105,6 +106,35 @@ def test_decentlam_is_a_heavy_ball(graph: str) -> None:
     for step in range(60):
         x, before = W @ (x - lr * problem.gradient(x)) + beta * (x - before), x
         np.testing.assert_allclose(ours[step + 1], x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["decentlam", "qg-dmsgd", "d2"])
+def test_a_rate_that_leaps_up_leaves_nodes_together(method: str) -> None:
+    """As at a restart of a cosine; what a state says of the small rate before is no measure at the large one."""
+    lrs = [0.1 * (1 + np.cos(np.pi * (step % 100) / 100)) / 2 for step in range(200)]
+    run = train(method, make_topology("ring", NUM_NODES), agreed(NUM_NODES, 3), LeastSquares.easy().gradient, lrs)
+    apart = [float(np.linalg.norm(x - x.mean(0))) for x in run]
+    assert max(apart[100:]) < 1.1 * max(apart[:100])
+
+
+def test_where_a_correction_of_d2_is_lost_the_mean_does_not_run_away_as_the_rate_falls() -> None:
+    """With a node's: it begins anew, while the others go on."""
+    problem, num_steps, begins = LeastSquares.easy(4), 300, 100
+    graph, start = MemoryGraph(make_topology("ring", 4)), agreed(4, 3)
+
+    def run(number: int, falls: bool) -> Array:
+        x = torch.nn.Parameter(torch.tensor(start[number]))
+        optimizer = make_optimizer("d2", [x], graph.node(number), 0.1)
+        for step in range(num_steps):
+            if (number, step) == (3, begins):
+                optimizer.begin_at(lambda _: begins)
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / num_steps) if falls else 0.1
+            x.grad = torch.tensor(problem.gradient(np.tile(x.detach().numpy(), (4, 1)))[number])
+            optimizer.step()
+        return x.detach().numpy()
+
+    constant, falling = (np.stack(run_islands(4, partial(run, falls=falls))) for falls in (False, True))
+    assert problem.bias(falling) < 1.1 * problem.bias(constant)
 
 
 # Values that are not finite
@@ -401,7 +431,7 @@ def test_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     for method in METHODS:
         results = []
         for chunk in (1 << 17, 5):
-            monkeypatch.setattr(base, "_CHUNK_VALUES", chunk)
+            monkeypatch.setattr(flat, "_CHUNK_VALUES", chunk)
             results.append(nodes(make_topology("ring", 3), method, 4, **IN_STEP.get(method, {})))
         for one, other in zip(*results, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), method

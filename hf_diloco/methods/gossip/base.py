@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, overload
 
@@ -22,29 +21,10 @@ from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.flat import FlatParameters, check_finite, check_group, own_settings
+from hf_diloco.methods.gossip.flat import FlatParameters, Part, check_finite, check_group, own_settings
 from hf_diloco.methods.gossip.slow_momentum import SlowMomentum
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
-
-_CHUNK_VALUES = 1 << 18
-"""Values that an update handles at a time on a processor: its four vectors then stay in the cache, and calls cost
-little beside the arithmetic."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of the flat vectors with its parameter group's settings.
-
-    Attributes:
-        where: which values.
-        lr: γ of this step.
-        momentum: β; 0 for methods without.
-    """
-
-    where: slice
-    lr: float
-    momentum: float
 
 
 class GossipOptimizer(torch.optim.Optimizer, ABC):
@@ -90,7 +70,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             ConfigError: a setting is out of its range, or the method does not converge on the graph.
             UnsupportedError: parameters of other or several types or devices.
         """
-        super().__init__(params, {"lr": lr, **settings, "num_steps": 0})
+        super().__init__(params, {"lr": lr, **settings, "num_steps": 0, "last_lr": 0.0})
         self.neighbours = neighbours
         self.traffic = Traffic()
         for group in self.param_groups:
@@ -206,6 +186,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self._has_begun = False
         for group in self.param_groups:
             group["num_steps"] += 1
+            group["last_lr"] = float(group["lr"]) or group["last_lr"]
         if self._slow and self._slow.is_due(self.num_steps):
             self._take_outer_step(self._slow)
         return loss
@@ -271,7 +252,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         if self._slow:
             self._slow.begin(self._x, is_late=True)
         for group in self.param_groups:
-            group["num_steps"] = step
+            group.update(num_steps=step, last_lr=0.0)
 
     def begin_state(self, x: torch.Tensor) -> None:
         """Makes the state that of a first step from `x`, flat: momentum is 0."""
@@ -317,11 +298,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     def parts(self) -> Iterator[Part]:
         """The flat vectors, cut where settings change; on a processor also into what stays in its cache."""
-        for group, span in zip(self.param_groups, self._flat.spans, strict=True):
-            chunk = _CHUNK_VALUES if self._x.device.type == "cpu" else max(1, span.stop - span.start)
-            lr, momentum = float(group["lr"]), float(group.get("momentum", 0.0))
-            for low in range(span.start, span.stop, chunk):
-                yield Part(slice(low, min(low + chunk, span.stop)), lr, momentum)
+        return self._flat.parts(self.param_groups)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[float]:
@@ -375,6 +352,8 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             self._slow.load_state_dict(state_dict["slowmo"], self._x)
         with own_settings(self):
             super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.setdefault("last_lr", 0.0)  # of an earlier version
         for name, vector in self._vectors.items():
             for parameter, view in zip(self._flat.parameters, self._flat.views(vector), strict=True):
                 if name not in self.state[parameter]:

@@ -1,10 +1,10 @@
 """D², or exact diffusion: decentralised SGD without bias (arXiv 1803.07068; 1702.05122).
 
-    x⁺ = W̄ (2x - x⁻ - γ g + γ⁻ g⁻),    W̄ = (I + W) / 2;  the first step is x⁺ = W̄ (x - γ g)
+    x⁺ = W̄ (2x - x⁻ - γ (g - g⁻)),    W̄ = (I + W) / 2;  the first step is x⁺ = W̄ (x - γ g)
 
 in the form of exact diffusion, which keeps one vector, ψ⁻ = x⁻ - γ⁻ g⁻:
 
-    ψ = x - γ g;  φ = ψ + x - ψ⁻;  x⁺ = W̄ φ;  ψ⁻ ← ψ
+    ψ = x - γ g;  φ = ψ + min(1, γ / γ⁻) (x - ψ⁻);  x⁺ = W̄ φ;  ψ⁻ ← ψ
 
 Sends φ: d values to each neighbour. The limit is the solution itself, however the nodes' data differ. D² needs a fixed
 symmetric graph with all eigenvalues above -1/3; those of W̄ are from 0 on. It has no momentum.
@@ -31,9 +31,11 @@ _workspace = Workspace()
 class D2(GossipOptimizer):
     """Equations and sources above.
 
-    Each gradient keeps the γ of its own step. Thus the mean over the nodes is x̄⁺ = x̄ - γ ḡ whatever γ does, which one
-    γ for both gradients would not give. Rounding errors add up in that sum, and nothing damps them: in fp32 the
-    solution is missed by 1e-6 at γ = 0.1 and by 2e-3 at γ = 0.01 (8 nodes on a ring, values and curvatures near 1).
+    The correction x - ψ⁻ sums to 0 over all nodes. Thus their mean is x̄⁺ = x̄ - γ ḡ whatever γ does. Of the nodes that
+    are left when one is lost it sums to what that one's gradient moved: at a constant γ they still go to the solution
+    of all. The correction falls with γ, or that sum would carry them off in the end; it does not rise with γ, as it
+    would throw nodes apart. Rounding errors add up in the sum, too, and nothing damps them: in fp32 the solution is
+    missed by 1e-6 at γ = 0.1 and by 2e-3 at γ = 0.01 (8 nodes on a ring, values and curvatures near 1).
     """
 
     name = "d2"
@@ -84,5 +86,5 @@ class D2(GossipOptimizer):
             mine, gradient, psi = x[part.where], g[part.where], previous[part.where]
             correction = torch.sub(mine, psi, out=_workspace.take("correction", mine.numel(), x.dtype, x.device))
             torch.add(mine, gradient, alpha=-part.lr, out=psi)
-            torch.add(psi, correction, out=gradient)  # φ
+            torch.add(psi, correction, alpha=min(1.0, part.growth), out=gradient)  # φ
         self.mix(g, out=x, topology=self._half)

@@ -25,8 +25,9 @@ class DecentLaM(MomentumOptimizer):
     """Equations and source above.
 
     m is in units of gradients, and each step divides and multiplies by its own γ: so the heavy ball's β is β γ / γ⁻ at
-    a step where γ changes. Where γ is 0, as at the first step of a warm-up, nothing can be divided: the nodes average,
-    m only decays, and x does not move by it.
+    a step where γ changes, or 2 β where γ more than doubles, as at a restart of a cosine (see `Part.shrinkage`). Where
+    γ is 0, as at the first step of a warm-up, nothing can be divided: the nodes average, m only decays, and x does not
+    move by it.
     """
 
     name = "decentlam"
@@ -44,7 +45,7 @@ class DecentLaM(MomentumOptimizer):
             torch.add(x[part.where], g[part.where], alpha=-part.lr, out=g[part.where])
         mixed = self.mix(g, out=self.received)
         for part in self.parts():
-            mine, m = x[part.where], momentum[part.where].mul_(part.momentum)
+            mine, m = x[part.where], momentum[part.where].mul_(part.momentum * part.shrinkage)
             if part.lr:
                 m.add_(mixed[part.where].sub_(mine), alpha=-1 / part.lr)
                 mine.add_(m, alpha=-part.lr)

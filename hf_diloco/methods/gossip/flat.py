@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,39 @@ logger = logging.getLogger("hf_diloco")
 MAX_LEFT_OUT = 100
 """Steps in a row whose gradient may be left out: about as many as there are in one of DiLoCo's rounds, which also end
 a run in which no island has a finite pseudo-gradient."""
+
+_CHUNK_VALUES = 1 << 18
+"""Values that an update handles at a time on a processor: its four vectors then stay in the cache, and calls cost
+little beside the arithmetic."""
+
+_MAX_GROWTH = 2.0
+"""As γ doubles at the second step of a warm-up from 0."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the flat vectors with its parameter group's settings.
+
+    Attributes:
+        where: which values.
+        lr: γ of this step.
+        momentum: β; 0 for methods without.
+        growth: γ by that of the last step in which it was not 0; 1 at a first one.
+    """
+
+    where: slice
+    lr: float
+    momentum: float
+    growth: float
+
+    @property
+    def shrinkage(self) -> float:
+        """The factor by which a momentum m shrinks before the step, so that γ m at most doubles where γ leaps up.
+
+        A momentum that comes of how far nodes went says how far they were apart, divided by the γ of then. At a
+        restart of a cosine that would throw them apart by hundreds of times as much.
+        """
+        return min(1.0, _MAX_GROWTH / self.growth) if self.growth else 1.0
 
 
 class FlatParameters:
@@ -122,6 +156,15 @@ class FlatParameters:
                 self._num_left_out,
             )
 
+    def parts(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+        """The vectors, cut where settings change; on a processor also into what stays in its cache."""
+        for group, span in zip(groups, self.spans, strict=True):
+            chunk = _CHUNK_VALUES if self.x.device.type == "cpu" else max(1, span.stop - span.start)
+            lr, momentum = float(group["lr"]), float(group.get("momentum", 0.0))
+            growth = lr / group["last_lr"] if group["last_lr"] else 1.0
+            for low in range(span.start, span.stop, chunk):
+                yield Part(slice(low, min(low + chunk, span.stop)), lr, momentum, growth)
+
     def decay(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Weight decay and LARS of each parameter group, in the place of `g`."""
         first = 0
@@ -165,7 +208,7 @@ def _is_finite(vector: torch.Tensor) -> bool:
 @contextmanager
 def own_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Groups keep what they were made with, but for the learning rate: nodes that lack a checkpoint have the same."""
-    saved = {"params", "lr", "initial_lr", "num_steps"}
+    saved = {"params", "lr", "initial_lr", "num_steps", "last_lr"}
     mine = [{name: group[name] for name in group.keys() - saved} for group in optimizer.param_groups]
     yield
     for group, settings in zip(optimizer.param_groups, mine, strict=True):

@@ -23,7 +23,8 @@ from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 class QGDmSGD(MomentumOptimizer):
     """Equations and source above.
 
-    m is in units of gradients; each step divides by its own γ. Where γ is 0, as at the first step of a warm-up,
+    m is in units of gradients; each step divides by its own γ. Where γ more than doubles, as at a restart of a cosine,
+    m shrinks before, so that γ m only doubles (see `Part.shrinkage`). Where γ is 0, as at the first step of a warm-up,
     nothing can be divided: the nodes average, and m only decays.
     """
 
@@ -58,6 +59,8 @@ class QGDmSGD(MomentumOptimizer):
         momentum = self.vector("momentum_buffer")
         for part in self.parts():
             gradient, m = g[part.where], momentum[part.where]
+            if part.shrinkage < 1:
+                m.mul_(part.shrinkage)
             beta = part.momentum
             if self.nesterov:
                 gradient.mul_(1 + beta).add_(m, alpha=beta * beta)
