@@ -237,7 +237,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         is_back = node.is_returning
         news = self._beginning.begin(model, state, kwargs["lr_scheduler"], folder_of(args), facts)
         node.current_step = state.global_step
-        self._view = MeanView(optimizer, node, model, self.config.buffers == "average")
+        self._view = MeanView(optimizer, node, model, self.config.buffers == "average", lacks_statistics=is_back)
         self._begin(args, self._ranks, trainer, RECORD, lambda folder: whole_checkpoints(folder).values())
         if trainer is not None and self.config.eval_weights == "average":
             evaluate = partial(self._evaluate_mean, trainer, trainer._evaluate)

@@ -93,6 +93,7 @@ class MeanView:
         node: its neighbours.
         model: whose buffers go with the parameters.
         averages_buffers: statistics of batch normalisation are averaged as well; else they stay the node's own.
+        lacks_statistics: its own are old, or none, as it has come back to others; so it takes those of the first mean.
 
     Attributes:
         consensus_distance: of the last time, √(mean_i ‖x_i - x̄‖²) / ‖x̄‖; None before.
@@ -102,11 +103,17 @@ class MeanView:
     """
 
     def __init__(
-        self, optimizer: GossipOptimizer, node: NodeNeighbours, model: torch.nn.Module, averages_buffers: bool
+        self,
+        optimizer: GossipOptimizer,
+        node: NodeNeighbours,
+        model: torch.nn.Module,
+        averages_buffers: bool,
+        lacks_statistics: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._node = node
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if averages_buffers else []
+        self._lacks_statistics = lacks_statistics
         self.consensus_distance: float | None = None
         self.is_on = self.has_failed = False
         self.nodes = node.averaged_over
@@ -141,9 +148,12 @@ class MeanView:
             yield
             return
         own = torch.cat([buffer.flatten().float() for buffer in self._buffers])
-        means, _ = mean_of_holders(self._node, [own], is_holder=bool(own.isfinite().all()))
+        is_holder = not self._lacks_statistics and bool(own.isfinite().all())
+        means, _ = mean_of_holders(self._node, [own], is_holder)
         if means is not None:
             self._write_buffers(means[0])
+            own = means[0] if self._lacks_statistics else own
+        self._lacks_statistics = False
         try:
             yield
         finally:
