@@ -40,6 +40,7 @@ class InnerOptimizer:
         self._optimizer = optimizer
         self._param_groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", []))
         self.rates = [float(group.get("lr") or 0.0) for group in self._param_groups]
+        self._undampened: set[torch.Tensor] = set()  # what SGD takes a first gradient of in its next step
 
     @property
     def num_groups(self) -> int:
@@ -61,7 +62,7 @@ class InnerOptimizer:
                 "a torch.optim optimizer with a learning rate, or method=diloco"
             )
 
-        self._optimizer.register_step_pre_hook(lambda *_: self._note_rates())
+        self._optimizer.register_step_pre_hook(lambda *_: self._begin_step())
         self._note_rates()
 
     def check_buffers(self, wanted: str) -> None:
@@ -99,11 +100,11 @@ class InnerOptimizer:
         """Makes all copies of a buffer agree after it was written. Collective over the island's ranks under HSDP."""
 
     def zero_buffers(self) -> None:
-        """Has the optimizer go on as if it had taken no step yet: momentum, moments, and the count for their bias."""
-        dampens = any(group.get("dampening") for group in self._optimizer.param_groups)
+        """Has the optimizer go on as if it had taken no step yet: momentum, moments, and the count for their bias.
+
+        Call it again where a checkpoint of such a moment was loaded.
+        """
         for state in self._optimizer.state.values():
-            if dampens:  # all gradients but the first: SGD takes one without a momentum for that
-                state.pop("momentum_buffer", None)
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     value.zero_()
@@ -112,6 +113,19 @@ class InnerOptimizer:
         for group in self._optimizer.param_groups:
             if "step" in group:
                 group["step"] = 0
+        if any(group.get("dampening") for group in self._optimizer.param_groups):
+            self._undampened.update(self._optimizer.state)
+
+    def _begin_step(self) -> None:
+        """SGD dampens all gradients but the first, which it tells by a momentum that is not there.
+
+        It goes only now: a sharded checkpoint without it could not be loaded.
+        """
+        self._note_rates()
+        stepped = {one for group in self._optimizer.param_groups for one in group["params"]} & self._undampened
+        self._undampened -= stepped
+        for tensor in stepped:
+            self._optimizer.state[tensor].pop("momentum_buffer", None)
 
     def _note_rates(self) -> None:
         """Takes the rates of the groups that a step is of: ZeRO-1 and ZeRO-2 show one at a time."""

@@ -88,6 +88,8 @@ def restore_state(outer: OuterState, checkpoint: Path) -> None:
         check_checkpoint(checkpoint, outer.island)
     outer.island.on_all(lambda: _load(outer, checkpoint))
     _refuse_other_masters(outer, checkpoint)
+    if outer.round and outer.on_boundary and outer.buffers == "zero":
+        outer.shards.inner.zero_buffers()
     outer.make_digests()
 
 

@@ -377,21 +377,27 @@ def test_buffers_that_older_versions_of_torch_left_empty_stay_so(tmp_path: Path)
 
 
 def test_zeroed_momentum_with_dampening_begins_as_in_a_new_optimizer(tmp_path: Path) -> None:
-    """SGD dampens all gradients of its momentum but the first."""
-    models = [make_model(), make_model()]
+    """SGD dampens all gradients of its momentum but the first; also of one that a checkpoint holds, of zeros."""
+    models = [make_model() for _ in range(3)]
     settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "dampening": 0.5}
-    trained, afresh = (torch.optim.SGD(model.parameters(), **settings) for model in models)
+    trained, afresh, resumed = (torch.optim.SGD(model.parameters(), **settings) for model in models)
     session = Run(tmp_path, 1, sync_every=2, **SLOWMO).session(0)
     session.join(open_shards(models[0], trained), tmp_path / "0")
     for batch in batches(0, 2):
         take_step(models[0], trained, batch)
         session.outer.count_step()
     session.sync()
-    models[1].load_state_dict(models[0].state_dict())
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    save_state(session.outer, tmp_path / "checkpoint-2", 2, {})
+    resumed.load_state_dict(trained.state_dict())
+    assert all("momentum_buffer" in state for state in resumed.state.values())  # else sharded ones cannot be loaded
+    again = Run(tmp_path, 1, sync_every=2, **SLOWMO).session(0)
+    again.join(open_shards(models[2], resumed), tmp_path / "2", checkpoint=tmp_path / "checkpoint-2")
     for batch in batches(9, 2):
-        take_step(models[0], trained, batch)
-        take_step(models[1], afresh, batch)
-        assert torch.equal(*map(weights_of, models))
+        for model, optimizer in zip(models, (trained, afresh, resumed), strict=True):
+            take_step(model, optimizer, batch)
+            assert torch.equal(weights_of(model), weights_of(models[0]))
 
 
 @pytest.mark.parametrize("wanted", ["zero", "keep", None])
