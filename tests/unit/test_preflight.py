@@ -75,6 +75,24 @@ WRONG = {
     "deepspeed={zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: /tmp}}}": (
         "deepspeed: zero_optimization.offload_param.device='nvme' cannot be used: .* set it to cpu"
     ),
+    "deepspeed={zero_optimisation: {stage: 2}}": "no block zero_optimization .it has zero_optimisation.: give it one",
+    "deepspeed={zero_optimization: {stage: auto}}": "deepspeed: zero_optimization.stage: .*0 to 3, got 'auto'",
+    "deepspeed={zero_optimization: {stage: '3'}}": "deepspeed: zero_optimization.stage: .*0 to 3, got '3'",
+    "deepspeed={zero_optimization: {}, gradient_cliping: 1, optimizer: {type: Lion, param: {}}}": (
+        "unknown setting gradient_cliping=1 .did you mean gradient_clipping.., which DeepSpeed would ignore; "
+        "unknown setting optimizer.param={} .did you mean params"
+    ),
+    "deepspeed={zero_optimization: {}, prescale_gradients: no, flops_profiler: {top_modules: x}}": (
+        "deepspeed: prescale_gradients: expected true or false, got 'no'; flops_profiler.top_modules: .* a number, got"
+    ),
+    "deepspeed={zero_optimization: {}, wall_clock_breakdown: maybe}": "wall_clock_breakdown: expected true or",
+    "deepspeed={zero_optimization: {}, checkpoint: 3}": "deepspeed: checkpoint must be a block of `key: value` lines",
+    "deepspeed={zero_optimization: {}, data_types: {grad_accum_dtype: int3}}": (
+        "deepspeed: data_types.grad_accum_dtype: 'int3' is not one of fp32, bf16, fp16"
+    ),
+    "deepspeed={zero_optimization: {}, data_types: {grad_accum_dtype: bf16}}": (
+        "deepspeed: data_types.grad_accum_dtype: 'bf16' does not go with training in fp32; leave it out"
+    ),
     "deepspeed={bf16: 3}": "deepspeed: bf16 must be a block of `key: value` lines, got 3",
     "model.path=/nosuch": "model.path: no file '/nosuch'",
     "model.path=nobody/nothing": "model.path: cannot load 'nobody/nothing': .*`hf download nobody/nothing`",
@@ -144,6 +162,26 @@ def test_a_check_joins_no_other_launchers_world(tmp_path: Path, monkeypatch: pyt
 def test_settings_of_the_process_group_and_of_no_trackers_pass(tmp_path: Path) -> None:
     settings = ("training.ddp_backend=gloo", "training.report_to=null")
     assert dry_run(QUICKSTART, f"output={tmp_path}", *settings) == 0
+
+
+def test_settings_that_deepspeed_knows_pass(tmp_path: Path) -> None:
+    settings = {
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}, "legacy_fusion": False},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "data_types": {"grad_accum_dtype": "float32", "buffer_dtype": None, "keep_in_fp32_modules": "auto"},
+        "checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}},
+        "activation_checkpointing": {"cpu_checkpointing": False, "number_checkpoints": None, "profile": False},
+        "flops_profiler": {"enabled": False, "module_depth": -1, "output_file": None},
+        "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+        **{name: {} for name in ("wandb", "comet", "tensorboard", "csv_monitor", "comms_logger", "hybrid_engine")},
+        **{name: {} for name in ("autotuning", "data_efficiency", "tensor_parallel", "timers", "compile", "pipeline")},
+        **{"aio": {"block_size": 1}, "train_batch_size": 4, "steps_per_print": 10, "gradient_predivide_factor": 1},
+        **dict.fromkeys(("prescale_gradients", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown"), False),
+        **{"communication_data_type": "fp32", "sequence_parallel_size": 1, "_comment": "of whoever wrote this"},
+    }
+    (tmp_path / "all.json").write_text(json.dumps(settings))
+    assert dry_run(QUICKSTART, f"output={tmp_path}", f"deepspeed={tmp_path}/all.json", "training.max_grad_norm=1") == 0
 
 
 def test_replicas_of_shards_pass(tmp_path: Path) -> None:

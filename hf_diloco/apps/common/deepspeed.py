@@ -14,25 +14,39 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import refuse_nvme
 from hf_diloco.utils.extras import import_deepspeed_quietly
 from hf_diloco.utils.files import read_json
+from hf_diloco.utils.redact import redact
 from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
+    from deepspeed.runtime.config import DeepSpeedConfig
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 _OFFLOADS = ("offload_optimizer", "offload_param")  # they may be null
-_BLOCKS = (
-    *("zero_optimization", *(f"zero_optimization.{name}" for name in _OFFLOADS), "bf16", "fp16"),
-    *("optimizer", "optimizer.params", "scheduler", "scheduler.params", "data_types", "torch_autocast", "compile"),
+_READ_BY_NAME = (
+    *("optimizer", "scheduler", "data_types", "torch_autocast", "checkpoint", "activation_checkpointing"),
+    "flops_profiler",
 )
+"""Blocks of which DeepSpeed reads some settings, and ignores all others without a word."""
+_BLOCKS = (
+    *("zero_optimization", *(f"zero_optimization.{name}" for name in _OFFLOADS), "bf16", "fp16", "compile"),
+    *(*_READ_BY_NAME, "optimizer.params", "scheduler.params"),
+    *("pipeline", "comms_logger", "autotuning", "hybrid_engine", "data_efficiency", "tensor_parallel", "timers"),
+    *("aio", "tensorboard", "wandb", "csv_monitor", "comet"),
+)
+_READ_ELSEWHERE = ("sequence_parallel_size", "msamp")
+"""Settings that DeepSpeed, or Accelerate, reads at other times than the rest."""
+_DTYPES = ("grad_accum_dtype", "param_dtype", "buffer_dtype")
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _FILLED_LATER = (
     *("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
     "stage3_gather_16bit_weights_on_model_save",
 )
 """Keys of `zero_optimization` whose "auto" stands until there is a model."""
+_AUTO_TO_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
+"""Settings that DeepSpeed itself chooses where they are "auto"."""
 
 
 def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
@@ -42,7 +56,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
 
     Raises:
         ConfigError: it has another value where a block belongs, or no `zero_optimization`; or offloads to NVMe; or
-            Muon is to scatter gradients under ZeRO-3, which it needs whole.
+            Muon is to scatter gradients under ZeRO-3, which it needs whole; or the stage is no number from 0 to 3.
     """
     if run.deepspeed is None:
         return None
@@ -53,10 +67,14 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
         if not isinstance(block.get(key, {}), dict | None if key in _OFFLOADS else dict):
             raise ConfigError(f"deepspeed: {name} must be a block of `key: value` lines, got {block[key]!r}")
     if "zero_optimization" not in config:
+        has = f" (it has {', '.join(config)})" if config else ""
         raise ConfigError(
-            "deepspeed: it has no block zero_optimization: give it one, as {stage: 2}, or {stage: 0} for DDP"
+            f"deepspeed: it has no block zero_optimization{has}: give it one, as {{stage: 2}}, or {{stage: 0}} for DDP"
         )
     zero, optimizer = config["zero_optimization"], config.get("optimizer", {})
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or stage not in range(4):  # "auto" would be Accelerate's choice
+        raise ConfigError(f"deepspeed: zero_optimization.stage: give one of the numbers 0 to 3, got {stage!r}")
     zero = {key: value for key, value in zero.items() if value is not None or key not in _OFFLOADS}
     config = {**config, "zero_optimization": zero}
     refuse_nvme(config, run.meeting.enabled)
@@ -106,7 +124,7 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -
         filled: the configuration, with what `args` put in the place of "auto".
 
     Raises:
-        ConfigError: it contradicts `args`; or DeepSpeed refuses it, with its reason.
+        ConfigError: it contradicts `args`; or DeepSpeed refuses it, with its reason, or would ignore a setting.
     """
     import_deepspeed_quietly()
     from deepspeed.runtime import lr_schedules
@@ -128,19 +146,92 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -
     for name in _FILLED_LATER:
         if zero.get(name) == "auto":
             del zero[name]
-    if left := list(_left_auto(config)):
-        raise ConfigError(
-            f'deepspeed: {", ".join(left)}: nothing takes the place of "auto"; give values, or leave it out'
-        )
+    if left := ", ".join(_left_auto(config)):
+        raise ConfigError(f'deepspeed: {left}: nothing takes the place of "auto"; give values, or leave it out')
+    asked = _Asked(config, {name: _Asked(config[name]) for name in _READ_BY_NAME if name in config})
     try:
-        DeepSpeedConfig(config)
+        read = DeepSpeedConfig(asked)
     except ValidationError as error:
         place = "zero_optimization." if error.title == "DeepSpeedZeroConfig" else f"{error.title}: "
         problems = [(".".join(map(str, one["loc"])), one["msg"].lower(), one["input"]) for one in error.errors()]
         texts = [f"deepspeed: {place}{name}: {why}, got {value!r}" for name, why, value in problems]
         raise ConfigError("; ".join(texts)) from None
     except Exception as error:  # it checks in many ways
-        raise ConfigError(f"deepspeed: {one_line(error)}") from error
+        raise ConfigError(f"deepspeed: {'; '.join(asked.wrong_types()) or one_line(error)}") from error
+    if wrong := "; ".join([*asked.wrong_types(), *asked.unknown()]):
+        raise ConfigError(f"deepspeed: {wrong}")
+    _check_dtypes(read)
+
+
+class _Asked(dict[str, Any]):
+    """A block of the configuration that notes which settings DeepSpeed asks for: it has no list of them.
+
+    Args:
+        values: the block.
+        blocks: in it, that note the same.
+    """
+
+    def __init__(self, values: Mapping[str, Any], blocks: Mapping[str, _Asked] | None = None) -> None:
+        self._blocks = blocks or {}
+        self._known: dict[str, Any] = {}  # with the defaults that are known
+        super().__init__({**values, **self._blocks})
+
+    def __contains__(self, key: Any) -> bool:
+        self._known.setdefault(key, None)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self._known.setdefault(key, None)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value; notes the key and its default."""
+        self._known[key] = default
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        """Itself, of which one may ask whether a key is in it."""
+        return self
+
+    def unknown(self, prefix: str = "") -> Iterator[str]:
+        """Settings that DeepSpeed has not asked for, and so would ignore; but for comments, as `_comment`."""
+        known = {*self._known, *_READ_ELSEWHERE} if not prefix else self._known
+        for key, value in self.items():
+            if key not in known and key[:1].isalpha():
+                shown = redact(value, key)
+                yield f"unknown setting {prefix}{key}={shown!r}{nearest(key, known)}, which DeepSpeed would ignore"
+        for name, block in self._blocks.items():
+            yield from block.unknown(f"{name}.")
+
+    def wrong_types(self, prefix: str = "") -> Iterator[str]:
+        """Text, or nothing, in the place of a number, true or false: any text counts as true to DeepSpeed."""
+        for key, default in self._known.items():
+            value = super().get(key, default)
+            if isinstance(default, bool | int | float) and isinstance(value, str | None):
+                wanted = "true or false" if isinstance(default, bool) else "a number"
+                yield f"{prefix}{key}: expected {wanted}, got {value!r}"
+        for name, block in self._blocks.items():
+            yield from block.wrong_types(f"{name}.")
+
+
+def _check_dtypes(read: DeepSpeedConfig) -> None:
+    """Raises `ConfigError` for number formats that DeepSpeed refuses once it has the model."""
+    from deepspeed.runtime.config import DtypeEnum
+
+    own = "fp16" if read.float16_config.enabled else "bf16" if read.bfloat16_config.enabled else "fp32"
+    for name in _DTYPES:
+        if (value := getattr(read, name, None)) is None:
+            continue
+        try:
+            kind = DtypeEnum(value).name
+        except ValueError:
+            raise ConfigError(f"deepspeed: data_types.{name}: {value!r} is not one of fp32, bf16, fp16") from None
+        is_fixed = name == "param_dtype" or (name == "grad_accum_dtype" and read.zero_optimization_stage == 0)
+        if is_fixed and kind != own:
+            raise ConfigError(
+                f"deepspeed: data_types.{name}: {value!r} does not go with training in {own}; leave it out, or set "
+                "bf16 or fp16 in the block training"
+            )
 
 
 def _check_type(
@@ -162,5 +253,5 @@ def _left_auto(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _left_auto(value, f"{prefix}{key}.")
-        elif value == "auto":
+        elif value == "auto" and f"{prefix}{key}" not in _AUTO_TO_DEEPSPEED:
             yield f"{prefix}{key}"
