@@ -217,6 +217,8 @@ WRONG = {
     "a folder for files": (MINIMAL, ["data={source: files, files: [/usr]}"], "a folder: write /usr/*.jsonl, or the"),
     "a list as key": (MINIMAL + "name: {{ name }}\n", [], "line 2: not valid YAML: a list or a block in the place of"),
     "tag": (MINIMAL + "seed: !!int x\n", [], "not valid YAML: a value does not fit its !!tag"),
+    "not of JSON": (MINIMAL + "deepspeed: {a: !!binary aGk=}\n", [], "line 2: not valid YAML: could not determine a"),
+    "a number as key": (MINIMAL + "deepspeed: {3: 4}\n", [], "line 2: deepspeed: its keys must be names of set"),
     "control character": (MINIMAL + "\x07", [], 'not allowed in "<unicode string>", position'),
     "pattern": (MINIMAL, ["diloco={num_fragments: 1, fragment_patterns: ['(']}"], "'(' is no regular expression"),
 }  # fmt: skip
@@ -281,6 +283,9 @@ def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 def test_broken_deepspeed_file(tmp_path: Path) -> None:
     write(tmp_path, "{'stage': 2}", "zero.json")
     with pytest.raises(ConfigError, match=r"line 2: deepspeed: .*zero\.json is not valid JSON"):
+        load(tmp_path, MINIMAL + "deepspeed: zero.json\n")
+    write(tmp_path, '{"zero_optimization": {"stage": 2, "stage": 3}}', "zero.json")
+    with pytest.raises(ConfigError, match=r"line 2: deepspeed: .*zero\.json is not valid JSON: stage is given twice"):
         load(tmp_path, MINIMAL + "deepspeed: zero.json\n")
 
 

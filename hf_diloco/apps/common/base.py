@@ -186,7 +186,9 @@ class BaseRun(Block):
         if not isinstance(deepspeed, dict | str | None):
             raise ValueError(f"expected a JSON file of DeepSpeed's settings, or a block of them, got {deepspeed!r}")
         if isinstance(deepspeed, str):
-            _check_json_object(Path(deepspeed))
+            read_json_object(Path(deepspeed))
+        elif odd := [key for key in deepspeed or () if not isinstance(key, str)]:
+            raise ValueError(f"its keys must be names of settings, got {odd[0]!r}")
         return deepspeed
 
     @model_validator(mode="after")
@@ -252,12 +254,23 @@ class BaseRun(Block):
         return path
 
 
-def _check_json_object(path: Path) -> None:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises `ValueError` if there is none, or it has a key twice."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} is given twice")
+        found[key] = value
+    return found

@@ -8,12 +8,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.base import BaseRun, read_json_object
 from hf_diloco.apps.common.paths import get_at
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import refuse_nvme
 from hf_diloco.utils.extras import import_deepspeed_quietly
-from hf_diloco.utils.files import read_json
 from hf_diloco.utils.redact import redact
 from hf_diloco.utils.text import nearest, one_line
 
@@ -60,7 +59,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     """
     if run.deepspeed is None:
         return None
-    config = read_json(Path(run.deepspeed)) if isinstance(run.deepspeed, str) else run.deepspeed
+    config = read_json_object(Path(run.deepspeed)) if isinstance(run.deepspeed, str) else run.deepspeed
     for name in _BLOCKS:
         *above, key = name.split(".")
         block = get_at(config, tuple(above)) or {}

@@ -23,7 +23,16 @@ alias repeats count each time."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the YAML 1.2 core scalars: `1e-3` is a number; `no` and `2024-01-01` are words."""
+    """SafeLoader with the YAML 1.2 core scalars: `1e-3` is a number; `no` and `2024-01-01` are words.
+
+    It reads only what JSON can hold, so that a run file can be recorded, and handed to DeepSpeed.
+    """
+
+    yaml_constructors = {  # noqa: RUF012 - PyYAML's way
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rsplit(":", 1)[-1] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's way
         first: [(tag, regexp) for tag, regexp in resolvers if tag.rsplit(":", 1)[-1] in ("null", "merge")]
