@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise, takewhile
 from pathlib import Path
 
@@ -116,10 +117,10 @@ def _with_program(command: Sequence[str]) -> tuple[str, ...]:
 
 def _total(num_islands: int | None) -> int:
     given = num_islands or os.environ.get(ENV_NUM_ISLANDS) or 1
-    try:
-        return max(1, int(given))
-    except ValueError:
-        raise ConfigError(f"{ENV_NUM_ISLANDS}={given}: give a number of islands from 1 on") from None
+    with suppress(ValueError):
+        if (number := int(given)) >= 1:
+            return number
+    raise ConfigError(f"{ENV_NUM_ISLANDS}={given}: give a number of islands from 1 on")
 
 
 def _meeting(island: int | None, num_islands: int, rendezvous: str | None, free_port: int) -> DiLoCoConfig:

@@ -65,9 +65,10 @@ def test_the_environment_says_how_many_and_where(monkeypatch: pytest.MonkeyPatch
     planned = plan("python", "mine.py")
     assert len(planned.islands) == 3
     assert planned.rendezvous == "file:///there"
-    monkeypatch.setenv(ENV_NUM_ISLANDS, "many")
-    with pytest.raises(ConfigError, match="HF_DILOCO_NUM_ISLANDS=many"):
-        plan("python", "mine.py")
+    for wrong in ("many", "0", "-3"):
+        monkeypatch.setenv(ENV_NUM_ISLANDS, wrong)
+        with pytest.raises(ConfigError, match=f"HF_DILOCO_NUM_ISLANDS={wrong}"):
+            plan("python", "mine.py")
 
 
 @pytest.mark.parametrize(
