@@ -36,6 +36,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"per_device_train_batch_size": 0}, "should be greater than 0, got 0"),
     ({"weight_decay": -0.1}, "should be greater than or equal to 0, got -0.1"),
     ({"adam_beta2": 1.0}, "should be less than 1, got 1.0"),
+    ({"dataloader_num_workers": 100000}, "dataloader_num_workers: input should be less than or equal to 1024, got"),
+    ({"accelerator_config": "x"}, "training.accelerator_config: no file 'x'; give a JSON file of Accelerate's"),
     ({"output_dir": "x"}, "training.output_dir cannot be set here: checkpoints go to OUTPUT/NAME/island-K"),
     ({"deepspeed": "zero2.json"}, "set deepspeed at the top of the run file"),
     ({"seed": 3}, "set seed at the top of the run file"),

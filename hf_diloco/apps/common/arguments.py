@@ -52,13 +52,14 @@ _POSITIVE = (
     *("dataloader_prefetch_factor", "max_steps"),
 )
 _NOT_NEGATIVE = (
-    *("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "dataloader_num_workers", "data_seed"),
+    *("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "data_seed"),
     "neftune_noise_alpha",
 )
 _RANGES: dict[str, Any] = {
     **dict.fromkeys(_POSITIVE, Field(gt=0, lt=_TOO_LARGE)),
     **dict.fromkeys(_NOT_NEGATIVE, Field(ge=0, lt=_TOO_LARGE)),
     "ddp_bucket_cap_mb": Field(gt=0, lt=2**40),
+    "dataloader_num_workers": Field(ge=0, le=1024),  # each a process
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Field(ge=0, lt=1)),
 }
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -241,6 +242,8 @@ def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> st
         return f"unknown setting {name}={value!r}{nearest(key, sorted(known))}"
     if key.endswith("_kwargs") and isinstance(value, str) and not _is_json_object(value):
         return f"{name}: expected a block of `key: value` lines, got {value!r}"
+    if key == "accelerator_config" and isinstance(value, str) and not Path(value).is_file():
+        return f"{name}: no file {value!r}; give a JSON file of Accelerate's settings, or a block of them"
     kinds = [kind for kind in get_args(types[key]) if isinstance(kind, type) and issubclass(kind, Enum)]
     names = [str(one.value) for kind in kinds for one in kind]
     if names and isinstance(value, str) and value not in names:
