@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, WrapValidator
@@ -112,8 +114,16 @@ def describe_problem(problem: Any, model: type[BaseModel], prefix: str = "") -> 
         return f"{name}: {message}"
     if problem["type"] == "value_error":  # the validator's own text names the value
         return f"{name}: {message}{_origin(name, problem['input'])}" if name else message
-    remedy = f": write {name}=[{shown}]" if problem["type"] == "list_type" and isinstance(shown, str) else ""
+    is_one = problem["type"] == "list_type" and isinstance(shown, str)
+    remedy = f": write {name}={_one_in_list(shown)}" if is_one else ""
     return f"{name}: {message}, got {shown!r}{_origin(name, problem['input'])}{remedy}"
+
+
+def _one_in_list(text: str) -> str:
+    """A list of one text, as YAML has it: most regular expressions need quotes."""
+    import yaml
+
+    return yaml.safe_dump([text], default_flow_style=True, width=math.inf, allow_unicode=True).strip()
 
 
 def _origin(name: str, value: Any) -> str:
@@ -174,6 +184,12 @@ def _tell_of_one(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"type": "string"}, several]
 
 
+def _check_named(value: Any) -> Any:
+    if value == "":  # as a path it would be the working directory
+        raise ValueError("'' is no file: give the name of a file, or leave it out")
+    return value
+
+
 def _check_key(text: str) -> str:
     parse_public(text)
     return text.strip()
@@ -181,6 +197,9 @@ def _check_key(text: str) -> str:
 
 OwnAddress = Annotated[str, AfterValidator(check_specific)]
 """An address of this machine that others can reach."""
+
+SecretFile = Annotated[Path, BeforeValidator(_check_named)]
+"""A file that only its owner reads."""
 
 PublicKey = Annotated[str, AfterValidator(_check_key)]
 Identities = Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -20,6 +19,7 @@ from hf_diloco.config.base import (
     OwnAddress,
     Payload,
     Seconds,
+    SecretFile,
     StrictModel,
     describe,
     from_env,
@@ -156,7 +156,7 @@ class DiLoCoConfig(StrictModel):
         gt=1,
         description="store: leave out a pseudo-gradient whose norm is over this many times the usual; null: never",
     )
-    key_file: Path | None = Field(
+    key_file: SecretFile | None = Field(
         default=None,
         description="file with the run's key, which authenticates what islands tell each other, and encrypts what "
         "goes directly between them [HF_DILOCO_KEY, the key]",
@@ -170,7 +170,7 @@ class DiLoCoConfig(StrictModel):
         default=False, description="with a key, store: encrypt its contents, so that whoever keeps it cannot read them"
     )
     require_key: bool = Field(default=False, description="refuse to start without a key")
-    identity_file: Path | None = Field(
+    identity_file: SecretFile | None = Field(
         default=None,
         description="file with this island's private key, which signs what it says; {island} in its name stands for "
         "the island's number [HF_DILOCO_IDENTITY, the key]",

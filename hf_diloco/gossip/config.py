@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -16,6 +15,7 @@ from hf_diloco.config.base import (
     Option,
     OwnAddress,
     Seconds,
+    SecretFile,
     StrictModel,
     from_env,
 )
@@ -125,7 +125,7 @@ class GossipConfig(StrictModel):
         default=False,
         description="meet at a public address, where strangers can disturb, and without a key read and alter",
     )
-    key_file: Path | None = Field(
+    key_file: SecretFile | None = Field(
         default=None,
         description="file with the run's key, which authenticates and encrypts what nodes tell each other "
         "[HF_DILOCO_KEY, the key]",
@@ -134,7 +134,7 @@ class GossipConfig(StrictModel):
         default=True, description="with a key: encrypt; false: only authenticate, where a VPN encrypts"
     )
     require_key: bool = Field(default=False, description="refuse to start without a key")
-    identity_file: Path | None = Field(
+    identity_file: SecretFile | None = Field(
         default=None,
         description="file with this node's private key, which signs what it says; {node} in its name stands for the "
         "node's number [HF_DILOCO_IDENTITY, the key]",

@@ -96,8 +96,8 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
         _save_model(source, checkpoint, parameters, folder)
     else:
         raise CheckpointError(
-            f"{checkpoint} has no {CONFIG}: give a folder that has the model's by --like, such as the one that "
-            "training began from"
+            f"{'--like ' if like else ''}{source} has no {CONFIG}: give a folder that has the model's by --like, such "
+            "as the one that training began from"
         )
     for pattern in _TOKENIZER:
         for path in source.glob(pattern):

@@ -115,7 +115,8 @@ def one_line(error: BaseException | str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """What a misspelt or shortened name may mean, for the end of a clause; empty if it is like none."""
     candidates = list(known)
-    close = difflib.get_close_matches(name, candidates, n=1)
+    by_small = {one.lower(): one for one in candidates}
+    close = [by_small[one] for one in difflib.get_close_matches(name.lower(), by_small, n=1)]
     longer = [one for one in candidates if name in one.split("_")]  # delay, for fragment_sync_delay
     meant = close or (longer if len(longer) == 1 else [])
     return f" (did you mean {meant[0]}?)" if meant else ""

@@ -213,6 +213,8 @@ WRONG = {
     "not the block of islands": (MINIMAL + "diloco: 3\n", [], "line 2: diloco: expected a block of `key: value`"),
     "DeepSpeed's settings": (MINIMAL + "deepspeed: 5\n", [], "or a block of them, got 5"),
     "not a file": (MINIMAL + "diloco: {key_file: 3}\n", [], "line 2: diloco.key_file: expected the name of a file"),
+    "no identity": (MINIMAL, ["diloco.identity_file=''"], "command line: diloco.identity_file: '' is no file: give"),
+    "no checkpoint": (MINIMAL, ["launch.resume=''"], "launch.resume: string should have at least 1 character, got ''"),
     "no file": (MINIMAL + "model: {path: ''}\n", [], "line 2: model.path: no file ''"),
     "a folder for files": (MINIMAL, ["data={source: files, files: [/usr]}"], "a folder: write /usr/*.jsonl, or the"),
     "a list as key": (MINIMAL + "name: {{ name }}\n", [], "line 2: not valid YAML: a list or a block in the place of"),

@@ -44,6 +44,7 @@ class LaunchBlock(Block):
     threads: int | None = Field(None, ge=1, le=1024, description="OMP_NUM_THREADS of one rank")
     resume: str = Field(
         "auto",
+        min_length=1,
         description="auto: from the newest round that all islands have; never: a new run; or a checkpoint folder",
     )
 

@@ -50,7 +50,7 @@ def resolve_paths(
                 raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
             set_at(values, path, found or text)
     for path in named.patterns:
-        if isinstance(text := get_at(values, path), str):
+        if isinstance(text := get_at(values, path), str) and text:
             set_at(values, path, _find(text, folders) or str(folders[0] / os.path.expanduser(text)))
     for path in named.globs:
         patterns = get_at(values, path)
