@@ -25,7 +25,10 @@ _PORTS = range(20_000, 32_000)
 
 
 def cuda_devices() -> list[str]:
-    """The CUDA devices that a process started here would see, as CUDA_VISIBLE_DEVICES names them; see `ask_driver`."""
+    """The CUDA devices that a process started here would see, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises `ConfigError` if nvidia-smi does not answer.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = (device.strip() for device in visible.split(","))
@@ -53,9 +56,10 @@ def ask_driver() -> tuple[int, str]:
 
 
 def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) -> list[list[str]]:
-    """Gives every island `num_processes` devices, in order: its own, while there are enough of them; none of none.
+    """Gives every island `num_processes` devices, in order: its own, while there are enough of them.
 
-    Else islands share some, as no communicator of NCCL spans islands; the ranks of one never do.
+    Else islands share some, as no communicator of NCCL spans islands; the ranks of one never do. On a machine without
+    devices each island gets none.
 
     Raises:
         ConfigError: there are too few for one island.

@@ -217,7 +217,8 @@ def _spins() -> str | None:
 def load_options(options: LaunchOptions, trains_here: bool = True) -> BaseRun:
     """The run file with all overrides.
 
-    Raises `ConfigError` if the file or an override does not fit, or if it `trains_here` and a library is missing.
+    Raises `ConfigError` if the file or an override does not fit; with `trains_here`, also if this machine lacks a
+    library that the run needs.
     """
     kind = kind_of(options.run_file)
     island = kind.setting("island")

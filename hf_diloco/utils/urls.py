@@ -98,7 +98,10 @@ def check_between_processes(url: str) -> None:
 
 
 def check_store_url(url: str) -> str:
-    """Returns the URL without a slash at its end; raises `RendezvousError` unless this module's text has its form."""
+    """Returns the URL without a slash at its end.
+
+    Raises `RendezvousError` if it has none of the forms that this module's text lists.
+    """
     if url.startswith("file:"):
         path = unquote(url.removeprefix("file://"))
         if not url.startswith("file:///") or not path.strip("/") or re.search(r"[\0?#]", path):
