@@ -179,26 +179,30 @@ class Joining:
 
         Whoever went on from there would plan rounds that others have planned, or will plan, from other states.
         """
-        number, state = self.outer.round, self.outer.outer_hash
+        number = self.outer.round
         try:
-            following = self._plans.quorum.current(number + 1)
-            newest = self._snapshots.newest(number - 1)
-            if following.plan and following.outcome:
-                is_of_run = following.plan.state == state
-            elif newest and newest.round == number:
-                is_of_run = newest.state == state
-            else:
-                later = following.plan or newest
-                is_of_run = not number or bool(later or self._plans.quorum.current(number).plan)
+            came_to_it = self._run_came_to(number, self.outer.outer_hash)
         except PayloadError:  # damaged: it is passed over
             return
-        if not is_of_run:
+        if not came_to_it:
             raise CheckpointError(
                 f"the checkpoint holds another round {number} than the run at {self.config.rendezvous}, or a later "
                 "one than that has come to: either of them was put back from a copy. Move this island's checkpoints "
                 f"from round {number} on away, and it goes on from the others' state; or stop all islands, and start "
                 "them with an empty rendezvous: they go on from their checkpoints in a new run"
             )
+
+    def _run_came_to(self, number: int, state: str) -> bool:
+        """Whether the run in the store was in `state` after round `number`, as far as it can be told."""
+        following = self._plans.quorum.current(number + 1)
+        if following.plan and following.outcome:
+            return following.plan.state == state
+        newest = self._snapshots.newest(number - 1)
+        if newest and newest.round == number:
+            return newest.state == state
+        if following.plan or newest or number == 0:  # it went further, and its state of then is not kept
+            return True
+        return self._plans.quorum.current(number).plan is not None
 
     def _start_from_snapshot(self) -> None:
         """As an island without a part in the run so far."""

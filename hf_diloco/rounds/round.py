@@ -251,13 +251,8 @@ class Rounds(ABC):
         if self.config.island in weights and not self.outer.codec.needs_feedback:  # else too little is in the average
             share = weights[self.config.island] / sum(weights.values())
             cosine = cosine_to_others(dot, own.square, square, share)
-        if planned.round == 1 and self.island.is_leader and (cosine or 0) > _SAME_DATA:
-            logger.warning(
-                "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on "
-                "the same data in the same order. Give each island its own share (docs/data.md)",
-                self.config.island,
-                cosine,
-            )
+        if planned.round == 1 and cosine is not None:
+            self._warn_of_same_data(cosine)
         return SyncReport(
             round=planned.round,
             participants=list(weights),
@@ -273,6 +268,15 @@ class Rounds(ABC):
             outer_hash=self.outer.outer_hash,
             fragment=self.outer.number_of(planned.round),
         )
+
+    def _warn_of_same_data(self, cosine: float) -> None:
+        if self.island.is_leader and cosine > _SAME_DATA:
+            logger.warning(
+                "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on "
+                "the same data in the same order. Give each island its own share (docs/data.md)",
+                self.config.island,
+                cosine,
+            )
 
 
 # What a round measures
