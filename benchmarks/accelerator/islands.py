@@ -42,14 +42,14 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO-2": ("ZeRO-2", {"deepspeed": zero(2)}),
     "ZeRO-3": ("ZeRO-3", {"deepspeed": zero(3)}),
     "FSDP2": ("FSDP2", {"fsdp": {}}),
-    "ZeRO-2 offloaded": ("ZeRO-2", {"deepspeed": _offloaded(2)}),
-    "ZeRO-3 offloaded": ("ZeRO-3", {"deepspeed": _offloaded(3)}),
-    "FSDP2 offloaded": ("FSDP2", {"fsdp": {"cpu_offload": True}}),
+    "ZeRO-2-offloaded": ("ZeRO-2", {"deepspeed": _offloaded(2)}),
+    "ZeRO-3-offloaded": ("ZeRO-3", {"deepspeed": _offloaded(3)}),
+    "FSDP2-offloaded": ("FSDP2", {"fsdp": {"cpu_offload": True}}),
 }
 """What the records call each, and its blocks of the run file. One rank under DDP counts as plain."""
 
-NEEDS_CUDA = ("FSDP2 offloaded",)
-"""On a processor all is in host memory already: the run file is refused."""
+AT_ONCE = 4
+"""Engines that train at the same time on a GPU: most of what each takes is its start."""
 
 DOCUMENTED = ("torch", "transformers", "sympy", "pandas", "networkx", "numpy")
 """Packages that are there, whose docstrings, with Python's own, are 20 MB of English: no text is read thrice."""
@@ -59,31 +59,47 @@ LOSS_TOLERANCE = 0.05
 
 
 def train(
-    setting: Setting, name: str, settings: dict[str, Any], num_islands: int, use_cpu: bool, torchrun: bool = False
-) -> Path:
-    """Runs the islands of a run file, all on one device; returns the run's folder.
+    setting: Setting, runs: dict[str, dict[str, Any]], num_islands: int, use_cpu: bool, torchrun: bool = False
+) -> dict[str, Path]:
+    """Runs the islands of some run files, all at once and on one device.
+
+    Args:
+        setting: where.
+        runs: the settings of each run file, by the run's name.
+        num_islands: of each.
+        use_cpu: train on the processor, also where there is a GPU.
+        torchrun: an island's one rank is started by torchrun.
+
+    Returns:
+        The folders of the runs.
 
     Raises:
         AssertionError: an island failed; with its output.
     """
-    launch = {"use_cpu": use_cpu, "resume": "never"}
-    whole = {"name": name, "output": str(setting.folder / "runs"), "sample": None, **settings, "launch": launch}
     setting.folder.mkdir(parents=True, exist_ok=True)
-    path = setting.folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(whole))
-    meeting, *ports = free_ports(1 + num_islands)
-    rendezvous = f"tcp://127.0.0.1:{meeting}" if num_islands > 1 else None
+    launch = {"use_cpu": use_cpu, "resume": "never"}
+    ports = iter(free_ports(len(runs) * (1 + num_islands)))
     with Processes() as processes:
         islands = []
-        for number in range(num_islands):
-            ranks = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(ports[number])]
-            command = [sys.executable, *(ranks if torchrun else []), "train_lm.py", str(path)]
-            threads = "1" if use_cpu else "4"
-            environment = island_environment(number, num_islands, rendezvous, threads, [])
-            islands.append(processes.spawn(command, env=environment))
+        for name, settings in runs.items():
+            whole = {
+                "name": name,
+                "output": str(setting.folder / "runs"),
+                "sample": None,
+                **settings,
+                "launch": launch,
+            }
+            path = setting.folder / f"{name}.yaml"
+            path.write_text(yaml.safe_dump(whole))
+            rendezvous = f"tcp://127.0.0.1:{next(ports)}" if num_islands > 1 else None
+            for number in range(num_islands):
+                ranks = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(next(ports))]
+                command = [sys.executable, *(ranks if torchrun else []), "train_lm.py", str(path)]
+                environment = island_environment(number, num_islands, rendezvous, "1" if use_cpu else "4", [])
+                islands.append(processes.spawn(command, env=environment))
         for island in islands:
             island.wait(timeout=400)
-    return setting.folder / "runs" / name
+    return {name: setting.folder / "runs" / name for name in runs}
 
 
 def engines(setting: Setting) -> Iterator[Figure]:
@@ -118,29 +134,34 @@ def engines(setting: Setting) -> Iterator[Figure]:
         },
         "diloco": {"num_islands": 2, "sync_every": 4},
     }
-    reference = losses(train(setting, "processor", settings, 2, use_cpu=True))
-    for name, (shards, blocks) in ENGINES.items():
+    reference = losses(train(setting, {"processor": settings}, 2, use_cpu=True)["processor"])
+    runs = {}
+    for name, (_, blocks) in ENGINES.items():
         if name.startswith("ZeRO") and importlib.util.find_spec("deepspeed") is None:
             yield Figure(f"{name}: losses", None, note="deepspeed is not installed")
-            continue
-        if setting.is_rehearsal and name in NEEDS_CUDA:
+        elif setting.is_rehearsal and "offloaded" in name:  # all is in host memory already
             yield Figure(f"{name}: losses", None, note="needs a GPU")
-            continue
-        folder = train(
-            setting, name.lower().replace(" ", "-"), {**settings, **blocks}, 2, setting.is_rehearsal, torchrun=True
-        )
-        said = events(folder, "start")[0]["shards"]
-        assert said.startswith((shards, "plain") if name == "DDP" else shards), f"{name}: trained as {said}"
-        hashes = [[record["outer_hash"] for record in events(folder, "sync", island)] for island in range(2)]
-        equal = sum(one == other for one, other in zip(*hashes, strict=True))
-        yield Figure(f"{name}: rounds after which both islands are equal, of 2", equal, at_least=2, is_exact=True)
-        furthest = max(abs(mine - theirs) for mine, theirs in zip(losses(folder), reference, strict=True))
-        yield Figure(
-            f"{name}: largest difference of a loss from the processor's",
-            furthest,
-            at_most=LOSS_TOLERANCE,
-            is_exact=True,
-        )
+        else:
+            runs[name] = {**settings, **blocks}
+    at_once = setting.choose(AT_ONCE, 1)
+    for first in range(0, len(runs), at_once):
+        batch = dict(list(runs.items())[first : first + at_once])
+        for name, folder in train(setting, batch, 2, setting.is_rehearsal, torchrun=True).items():
+            yield from _compared(name, folder, reference)
+
+
+def _compared(name: str, folder: Path, reference: list[float]) -> Iterator[Figure]:
+    """Whether the islands of a run agreed, and how near they came to the losses of the processor."""
+    shards = ENGINES[name][0]
+    said = events(folder, "start")[0]["shards"]
+    assert said.startswith((shards, "plain") if name == "DDP" else shards), f"{name}: trained as {said}"
+    hashes = [[record["outer_hash"] for record in events(folder, "sync", island)] for island in range(2)]
+    equal = sum(one == other for one, other in zip(*hashes, strict=True))
+    yield Figure(f"{name}: rounds after which both islands are equal, of 2", equal, at_least=2, is_exact=True)
+    furthest = max(abs(mine - theirs) for mine, theirs in zip(losses(folder), reference, strict=True))
+    yield Figure(
+        f"{name}: largest difference of a loss from the processor's", furthest, at_most=LOSS_TOLERANCE, is_exact=True
+    )
 
 
 def make_text(setting: Setting) -> Path:
@@ -188,7 +209,7 @@ def llama(setting: Setting) -> Iterator[Figure]:
             },
             "diloco": {"num_islands": islands, **(diloco or alone)},
         }
-        report = summarise(load_run(train(setting, name, settings, islands, setting.is_rehearsal)))
+        report = summarise(load_run(train(setting, {name: settings}, islands, setting.is_rehearsal)[name]))
         assert report.eval_loss is not None, f"{name}: no evaluation"
         return report.eval_loss
 
