@@ -16,7 +16,15 @@ _MIN_ROUNDS_FOR_MOMENTUM = 50
 
 
 def warn_about_plan(config: DiLoCoConfig, max_steps: int) -> None:
-    """Warns of an end off a boundary, and of outer momentum that does not fit; says what hides nothing."""
+    """Warns of too few steps, an end off a boundary, momentum that does not fit; says what hides nothing."""
+    if max_steps < config.sync_every and not (config.is_streaming or config.meets_in_store):
+        logger.warning(
+            "no round takes place, and each island trains by itself: max_steps (%d) is less than sync_every (%d). Set "
+            "sync_every to a fraction of max_steps",
+            max_steps,
+            config.sync_every,
+        )
+        return
     _warn_about_end(config, max_steps)
     if config.num_islands > 1 or config.meets_in_store:
         _warn_about_momentum(config, max_steps)

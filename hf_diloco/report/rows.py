@@ -107,7 +107,7 @@ def _evaluation(report: Report) -> str:
         alone = [island for island in report.islands if not island.has_outer_loop]
         if alone and alone[0].inner_eval_loss is not None:
             return f"{text.loss(alone[0].inner_eval_loss)}  (step {text.count(alone[0].inner_eval_step)})"
-        return f"{text.MISSING}  (none of the outer weights recorded)"
+        return f"{text.MISSING}  (no eval_loss of the outer weights recorded)"
     same = [island for island in report.islands if island.eval_step == report.eval_step]
     mean = f", mean of {len(same)} islands" if len({island.eval_loss for island in same}) > 1 else ""
     return f"{text.loss(report.eval_loss)}  (outer weights, step {text.count(report.eval_step)}{mean})"

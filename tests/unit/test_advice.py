@@ -38,6 +38,11 @@ def test_an_end_off_a_boundary(caplog: pytest.LogCaptureFixture) -> None:
     assert text.startswith("the run ends with its round 100, 3 steps before max_steps (1003)")
 
 
+def test_a_run_that_ends_before_its_first_round(caplog: pytest.LogCaptureFixture) -> None:
+    (text,) = said(caplog, 9, **TCP)
+    assert text.startswith("no round takes place, and each island trains by itself: max_steps (9) is less than sync_")
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -84,7 +84,7 @@ def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_a_dash(tmp_path: Path) -> None:
     output = flat(printed(write_island(tmp_path, 0, [{"event": "start", "step": 0}]).parent, width=200))
-    assert "evaluation loss — (none of the outer weights recorded)" in output
+    assert "evaluation loss — (no eval_loss of the outer weights recorded)" in output
     assert "perplexity — tokens/s — bytes exchanged 0 B sent, 0 B received per-step sync — time — " in output
     assert "0 0 — — — 0 B — — —" in output
     start = {"event": "start", "step": 0, "method": "dsgd", "topology": "ring"}
