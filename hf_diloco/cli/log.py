@@ -163,11 +163,13 @@ def read_outcome(code: int, lines: list[str]) -> Outcome:
         if match := _PROCESS_CODE.search(line):  # torchrun lists the first failure last, so the last match counts
             torchrun, status, number = match.group("torchrun", "status", "signal")
             code = -int(number) if number else int(torchrun or status)
-    return Outcome(code, "" if code == STOPPED else root_error(lines))
+    return Outcome(code, "" if code == STOPPED else root_error(lines, speaks_last=code != -signal.SIGKILL))
 
 
-def root_error(lines: list[str]) -> str:
+def root_error(lines: list[str], speaks_last: bool = True) -> str:
     """The error that the training processes ended with; without one, their last few lines that are worth showing.
+
+    No process can say that it is killed: unless it `speaks_last`, its last lines are about something else.
 
     That is the first of the failures at the end of the log: what comes after it, in other ranks and in destructors,
     mostly follows from it. Further lines of its text are kept, as those that name a setting.
@@ -175,6 +177,8 @@ def root_error(lines: list[str]) -> str:
     spoken = _without_launcher(lines)
     failures = _failures(spoken)
     if not failures:
+        if not speaks_last:
+            return ""
         return "\n".join([line for line in spoken if not _NOISE.search(line)][-_NUM_TAIL_LINES:])
     first = failures[-1]
     for failure in reversed(failures):  # an earlier one that was survived is none of them
