@@ -24,10 +24,14 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\
 # A progress bar of tqdm's that has no line of its own: what a process says next stands behind it.
 _BAR = re.compile(r"^(?:[^\[]*\|\s*[\d.]+\w?/[\d.]+\w?|\s*\d+it)\s\[[^\]]*\](?=\S)")
 
+# Any of tqdm's, also beyond its end.
+_ANY_BAR = r"^\s*\d+%\||\|\s\d+/\d+\s\[|^\s*\d+it\s\["
+
 # What the libraries say on every run and nobody needs to act on. All of it stays in log.txt.
 _NOISE = re.compile(
-    r"""
-      ^\s*$
+    _ANY_BAR
+    + r"""
+    | ^\s*$
     | ^\{'[^{}]*'epoch':[^{}]*\}$                             # Trainer's own log: the progress bar shows it
     | Setting\ accelerator\ to\ CPU                            # DeepSpeed without a GPU
     | Setting\ ds_accelerator\ to
@@ -37,9 +41,6 @@ _NOISE = re.compile(
     | Warning:\s                                               # Python's warnings, and the source line below them
     | ^\s+((return|warnings\.warn|warn)\b|self\.|super\(|logger\.)
     | ^\*{10,}$
-    | ^\s*\d+%\|                                               # tqdm
-    | \|\s\d+/\d+\s\[                                          # tqdm
-    | ^\s*\d+it\s\[                                            # tqdm, beyond the end
     | \[Gloo\]\ Rank
     | ^(using|Using)\ world\ size
     | ^Stage\ \d\ initialize
@@ -125,6 +126,7 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
+_NOT_OF_AN_ERROR = re.compile(f"{_ANY_BAR}|For further information visit")  # a bar ends behind it
 _MAX_LINES_BETWEEN = 40  # of what other ranks say, between failures that belong together
 _MAX_TEXT_LINES = 8
 _NUM_TAIL_LINES = 3
@@ -251,7 +253,7 @@ def _end_of_text(lines: list[str], place: int) -> int:
 
 
 def _text(lines: list[str], where: str) -> str:
-    useful = [line for line in lines if "For further information visit" not in line][:_MAX_TEXT_LINES]
+    useful = [line for line in lines if not _NOT_OF_AN_ERROR.search(line)][:_MAX_TEXT_LINES]
     if len(useful) == 1 and where and ": " not in useful[0]:  # an assertion without a message
         return f"{useful[0]} (at: {where})"
     return "\n".join(useful)

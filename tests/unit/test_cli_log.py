@@ -137,6 +137,7 @@ stage
     [
         (CHAIN, "ValueError: unknown x\ncaused by: KeyError: 'x'"),
         (ASSERTION, "AssertionError (at: assert loss < 10)"),
+        (CHAIN + "  0%|          | 0/200 [00:01<?, ?it/s]", "ValueError: unknown x\ncaused by: KeyError: 'x'"),
         (DESTRUCTOR, "RuntimeError: MLflowCallback requires mlflow to be installed. Run `pip install mlflow`."),
         (
             PYDANTIC,
