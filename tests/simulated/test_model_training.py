@@ -185,10 +185,6 @@ def test_without_the_outer_loop_there_are_records_too(run_file: Path) -> None:
 
 
 REFUSED = {
-    "workers": (
-        ["data.streaming=true", "data.num_eval_sequences=2", "training.dataloader_num_workers=2"],
-        "a stream is read by rank 0",
-    ),
     "batch": (["training.per_device_train_batch_size=5000"], "fewer than the 5000 of one batch"),
     "scheduler": (["training.lr_scheduler_type=cosin"], "'cosin' is not one of"),
     "learning rate": (["training.learning_rate=0"], "should be greater than 0"),

@@ -297,6 +297,11 @@ def test_domains_need_a_file_an_island(tmp_path: Path) -> None:
         load(tmp_path, MINIMAL, "data={source: files, files: ['a.jsonl'], shares: domains}", "diloco.num_islands=2")
 
 
+def test_a_stream_is_read_without_workers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.dataloader_num_workers: 2, but a stream is read by rank 0"):
+        load(tmp_path, MINIMAL, "data.source=c4", "training.dataloader_num_workers=2")
+
+
 def test_tokens_that_are_weighed_are_counted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"weight_by='tokens' needs .* include_num_input_tokens_seen='all'"):
         load(tmp_path, "{training: {max_steps: 4}, diloco: {weight_by: tokens}}")

@@ -124,11 +124,6 @@ def _tame_deepspeed(args: TrainingArguments) -> None:
 def _check_data(run: RunFile, args: TrainingArguments, data: Datasets) -> None:
     check_evaluation(args, len(data.evaluation))
     if isinstance(data.train, PackedStream):
-        if args.dataloader_num_workers:
-            raise ConfigError(
-                f"training.dataloader_num_workers: {args.dataloader_num_workers}, but a stream is read by rank 0 "
-                "itself, which knows its position; set it to 0, or data.streaming to false"
-            )
         return
     at_once = args.train_batch_size * args.world_size
     if len(data.train) < at_once:

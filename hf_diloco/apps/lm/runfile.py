@@ -141,6 +141,15 @@ class RunFile(BaseRun):
         return self
 
     @model_validator(mode="after")
+    def _check_stream(self) -> RunFile:
+        if self.data.streaming and (workers := self.training.get("dataloader_num_workers")):
+            raise ValueError(
+                f"training.dataloader_num_workers: {workers}, but a stream is read by rank 0 itself, which knows its "
+                "position; set it to 0, or data.streaming to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_tokens(self) -> RunFile:
         if self.diloco.enabled:
             refuse_uncounted(self.diloco.weight_by, self.training.get("include_num_input_tokens_seen"))
