@@ -206,6 +206,8 @@ WRONG = {
     "override into a value": (MINIMAL + "seed: 1\n", ["seed.x=1"], "seed is 1 here"),
     "twice": (MINIMAL + "seed: 1\nseed: 2\n", [], "line 3: not valid YAML: seed is given twice"),
     "not YAML": (MINIMAL + "data: {source: files\n", [], "line 3: not valid YAML"),
+    "a glob": (MINIMAL + "data: {files: [*.txt]}\n", [], "found '.': a text that begins with * needs quotes, as '*.t"),
+    "a glob of a name": (MINIMAL, ["data.files=*x"], "alias 'x': a text that begins with * needs quotes, as '*.txt'"),
     "a list": ("- training\n", [], "expected `key: value` lines"),
     "an empty document": ("---\n", [], "run.yaml: is empty; a run file needs at least"),
     "not a block": (MINIMAL + "sample: The\n", [], "sample: expected a block of `key: value` lines (num_tokens, pro"),

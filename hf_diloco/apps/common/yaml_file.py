@@ -202,7 +202,9 @@ def nearest_line(lines: Mapping[KeyPath, Any], path: Sequence[Any]) -> Any | Non
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    return getattr(error, "problem", None) or one_line(error)
+    problem = getattr(error, "problem", None) or one_line(error)
+    is_alias = getattr(error, "context", None) == "while scanning an alias" or "undefined alias" in problem
+    return f"{problem}: a text that begins with * needs quotes, as '*.txt'" if is_alias else problem
 
 
 def _neighbours(path: Path) -> str:
