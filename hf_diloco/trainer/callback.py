@@ -243,7 +243,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
                 "training ended %d steps after the last synchronisation: the model holds this island's own weights, "
                 "not the outer ones. %s",
                 steps,
-                f"Let max_steps be a multiple of sync_every ({every})"
+                f"Let it end after a multiple of sync_every ({every}) steps"
                 if steps < every
                 else "Rounds were missed: resume this island from its last checkpoint, when the others are there",
             )

@@ -219,8 +219,9 @@ class Ending(TrainerCallback):
 
 def test_a_callback_that_ends_training_alone_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hf_diloco"):
-        make_trainer(tmp_path, DiLoCoCallback(sync_every=2), Ending()).train()
+        make_trainer(tmp_path, DiLoCoCallback(sync_every=4), Ending()).train()
     assert "training ended after 2 of 4 steps: another callback ended it" in caplog.text
+    assert "Let it end after a multiple of sync_every (4) steps" in caplog.text, "max_steps is one already"
 
 
 # The loop
