@@ -56,9 +56,9 @@ MAX_TRIES = 3
 KEPT_ATTEMPTS = 64
 """Of which plans and outcomes stay in the store, which is in island 0's memory."""
 
-_HAS_TAKEN_ALL = (
-    "having taken all its steps, and others have more to take: give all islands the same number of steps (max_steps, "
-    "or as many turns of the loop)"
+_OTHERS_GO_ON = (
+    "and others have more steps to take: give all islands the same number of steps (max_steps, or as many turns of "
+    "the loop), and let nothing end one of them alone"
 )
 
 R = TypeVar("R", OfferRecord, VoteRecord)
@@ -162,7 +162,7 @@ class Unanimity:
         ended = [island for island, offer in sorted(offers.items()) if offer.is_last]
         if 0 < len(ended) < len(offers):  # the others would not average what these bring beside
             raise IslandLostError(
-                f"{name_all(ended)} ended with round {attempt.round}, {_HAS_TAKEN_ALL}; start all islands again: "
+                f"{name_all(ended)} ended with round {attempt.round}, {_OTHERS_GO_ON}; start all islands again: "
                 f"{RESUMES}",
                 ended,
             )
@@ -229,7 +229,7 @@ class Unanimity:
             finished: it has done all that it was to do.
         """
         reason = (
-            f"ended after round {round_number - 1}, {_HAS_TAKEN_ALL}"
+            f"ended after round {round_number - 1}, {_OTHERS_GO_ON}"
             if finished
             else f"left the run before round {round_number}: it was asked to stop, or lost another island"
         )

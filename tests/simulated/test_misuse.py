@@ -344,7 +344,7 @@ def test_eager_loops_of_unequal_lengths_end_with_the_first(tmp_path: Path, free_
     loops = [make_loop(output_dir=tmp_path / str(island)) for island in range(2)]
     for outcome in try_islands(2, island_main):
         assert isinstance(outcome, IslandLostError)
-        assert "island 0 ended with round 3, having taken all its steps, and others have more" in str(outcome)
+        assert "island 0 ended with round 3, and others have more steps to take" in str(outcome)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
