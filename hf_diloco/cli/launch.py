@@ -287,7 +287,9 @@ class Launcher:
             self._display.ended(number, "ended")
         else:
             self._result.failed.append(number)
-            self._display.ended(number, f"failed, {outcome.ending}")
+            # Where the others go on, the summary at the end may be hours away.
+            why = f": {outcome.error.splitlines()[0]}" if self._way_back and outcome.error else ""
+            self._display.ended(number, f"failed, {outcome.ending}{why}")
             self._stop_others()
 
     def _stop_others(self) -> None:

@@ -24,7 +24,7 @@ PROGRAM = (sys.executable, "-m", "tests.launch.stand_in")
 STEP_SECONDS = 0.05
 
 
-def launch(folder: Path, behaviours: list[dict[str, Any]], grace: float) -> int:
+def launch(folder: Path, behaviours: list[dict[str, Any]], grace: float, way_back: str) -> int:
     plans = [
         IslandPlan(
             number,
@@ -37,7 +37,7 @@ def launch(folder: Path, behaviours: list[dict[str, Any]], grace: float) -> int:
     ]
     console = terminal(sys.stdout)
     display = make_display(console, range(len(plans)))
-    result = Launcher(plans, display, grace).run()
+    result = Launcher(plans, display, grace, way_back).run()
     for number in result.failed:
         outcome = result.outcome(result.islands[number])
         console.print(f"failed: island {number}: {outcome.ending}: {outcome.error}")
@@ -103,7 +103,7 @@ def say(folder: Path, **progress: object) -> None:
 if __name__ == "__main__":
     role, where, *rest = sys.argv[1:]
     if role == "launch":
-        sys.exit(launch(Path(where), json.loads(rest[0]), float(rest[1]) if len(rest) > 1 else 20))
+        sys.exit(launch(Path(where), json.loads(rest[0]), float(rest[1]), rest[2] if len(rest) > 2 else ""))
     elif role == "agent":
         sys.exit(agent(where, rest[0]))
     else:

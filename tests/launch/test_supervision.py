@@ -75,6 +75,15 @@ def test_one_fails_and_the_others_save(tmp_path: Path, processes: Processes) -> 
     assert_nothing_left(processes)
 
 
+def test_where_the_others_go_on_the_reason_of_a_failure_is_told_at_once(tmp_path: Path, processes: Processes) -> None:
+    behaviours = json.dumps([LONG, {"fail_at": 5}])
+    launched = processes.spawn([*PROGRAM, "launch", tmp_path, behaviours, "20", "the same command"])
+    launched.wait_for("launcher │ island 1 failed, exit code 1: RuntimeError: the loss is not finite")
+    launched.wait_for("the other islands go on; the same command")
+    launched.interrupt()
+    launched.wait(expect=1)
+
+
 def test_a_failure_before_training_ends_the_others_at_once(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, {"starting": 60}, {"fail_at": 1})
     completed = launched.wait(expect=1)
