@@ -177,10 +177,20 @@ def recover_replaced(folder: Path, find_whole: Callable[[Path], Collection[Path]
         checkpoint = folder / aside.name.removeprefix(_REPLACED)
         with suppress(OSError):
             if checkpoint in find_whole(folder):
-                shutil.rmtree(aside, ignore_errors=True)
+                remove(aside)
             else:
-                shutil.rmtree(checkpoint, ignore_errors=True)
+                remove(checkpoint)
                 aside.rename(checkpoint)
+
+
+def remove(checkpoint: Path, first: str = "") -> None:
+    """Deletes a checkpoint, as far as it can be, beginning with the file `first`; of a link to one the link alone."""
+    is_link = checkpoint.is_symlink()
+    if is_link or first:
+        with suppress(OSError):
+            (checkpoint if is_link else checkpoint / first).unlink()
+    if not is_link:
+        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def set_aside_name(checkpoint: Path) -> Path:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.outer.manifest import recover_replaced, set_aside_name
+from hf_diloco.outer.manifest import recover_replaced, remove, set_aside_name
 
 logger = logging.getLogger("hf_diloco")
 
@@ -77,12 +76,12 @@ class CheckpointFolder:
 
     def _set_aside(self, checkpoint: Path) -> None:
         """A checkpoint of this step stays until the new one is whole; what is left of an unfinished one goes."""
-        if self._ranks.is_leader and checkpoint.is_dir():
+        if self._ranks.is_leader and (checkpoint.is_dir() or checkpoint.is_symlink()):
             with suppress(OSError):
                 if self._is_unfinished(checkpoint, self._find_whole()):
-                    shutil.rmtree(checkpoint, ignore_errors=True)
+                    remove(checkpoint)
                 else:
-                    shutil.rmtree(set_aside_name(checkpoint), ignore_errors=True)
+                    remove(set_aside_name(checkpoint))
                     checkpoint.rename(set_aside_name(checkpoint))
         self._ranks.barrier()
 
@@ -108,17 +107,15 @@ class CheckpointFolder:
             return False
         self._written.add(checkpoint)
         if self._ranks.is_leader:
-            shutil.rmtree(set_aside_name(checkpoint), ignore_errors=True)
+            remove(set_aside_name(checkpoint))
         for path in self._ranks.from_leader(self._surplus(checkpoint, limit, best) if self._ranks.is_leader else []):
             if self._deletes:
-                with suppress(OSError):  # first, so that what is left by whoever is killed here counts as unfinished
-                    Path(path, self._record).unlink()
-                shutil.rmtree(path, ignore_errors=True)
+                remove(Path(path), first=self._record)  # what is left by whoever is killed here counts as unfinished
         return True
 
     def _abandon(self, checkpoint: Path, reason: str) -> None:
         """Says that a checkpoint could not be written, and removes what there is of it."""
-        shutil.rmtree(checkpoint, ignore_errors=True)
+        remove(checkpoint)
         self._ranks.barrier()
         if not self._ranks.is_leader:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,20 @@ def test_as_many_stay_as_wanted(tmp_path: Path) -> None:
             assert steps_in(tmp_path) == ([1, 2, 3][:step] if step <= 3 else [step - 1, step])
         outer.save_checkpoint(limit=2)  # once more of one step, in its place
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_of_a_link_to_a_checkpoint_the_link_alone_goes(tmp_path: Path) -> None:
+    """A user may have moved one to a larger disk."""
+    loop, moved = Loop(tmp_path / "run"), tmp_path / "moved" / "checkpoint-1"
+    with loop.begun() as outer:
+        for step in range(1, 4):
+            loop.train(step)
+            outer.save_checkpoint(limit=2)
+            if step == 1:
+                shutil.move(tmp_path / "run" / "checkpoint-1", moved)
+                (tmp_path / "run" / "checkpoint-1").symlink_to(moved)
+    assert sorted(path.name for path in (tmp_path / "run").glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
+    assert steps_in(tmp_path / "moved") == [1]
 
 
 def test_one_that_begins_anew_beside_checkpoints_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
