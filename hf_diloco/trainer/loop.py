@@ -96,8 +96,8 @@ class OuterLoop(HasOuterWeights):
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
         self._facts: Facts = facts_given(fingerprint)
-        self._output_dir = Path(output_dir) if output_dir else None
-        self._folder = self._output_dir or Path(f"island-{self.config.island}")
+        self._output_dir = Path(output_dir).absolute() if output_dir else None  # a script may change its folder
+        self._folder = self._output_dir or Path(f"island-{self.config.island}").absolute()
         self._resume_from = Path(resume_from) if resume_from else None
         self._num_steps = check_count("num_steps", num_steps)
         self._num_rounds = check_count("num_rounds", num_rounds)

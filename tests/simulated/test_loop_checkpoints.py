@@ -118,6 +118,16 @@ def test_of_a_link_to_a_checkpoint_the_link_alone_goes(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "moved") == [1]
 
 
+def test_the_folder_is_the_one_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the script goes meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    loop = Loop(Path("run"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    with loop.begun() as outer:
+        assert outer.save_checkpoint() == tmp_path / "run" / "checkpoint-0"
+
+
 def test_one_that_begins_anew_beside_checkpoints_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert "begins anew" not in caplog.text
