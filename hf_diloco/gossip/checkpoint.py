@@ -103,6 +103,11 @@ def whole_checkpoints(output_dir: Path) -> dict[int, Path]:
     return found
 
 
+def find_whole(folder: Path) -> list[Path]:
+    """The folders of `whole_checkpoints`."""
+    return list(whole_checkpoints(folder).values())
+
+
 def lives_of(checkpoints: Mapping[int, Path]) -> list[tuple[int, str]]:
     """Step and life of whole checkpoints, which are given by step."""
     return [(step, read_index(path).life) for step, path in sorted(checkpoints.items())]
@@ -119,7 +124,7 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
     """
 
     def look() -> list[tuple[int, str]]:
-        recover_replaced(output_dir, lambda folder: list(whole_checkpoints(folder).values()))
+        recover_replaced(output_dir, find_whole)
         return [(step, str(path)) for step, path in whole_checkpoints(output_dir).items()]
 
     held = {step: Path(path) for step, path in ranks.on_leader(look)}

@@ -104,13 +104,14 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         record: str,
         find_whole: Callable[[Path], Collection[Path]],
         find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None = None,
+        begins_anew: bool = False,
     ) -> None:
         """From here on signals are wishes, and checkpoints are looked after; see `Saving`."""
         self.stopped = self.moved_at_end = self._ends_early = False
         if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
             self._end()
         self._stop.install(ranks, during=Trainer.train)
-        self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed, self._replaced)
+        self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed, self._replaced, begins_anew)
         if trainer is not None:
             run = partial(self._run_epoch, trainer, trainer._run_epoch)
             self._replaced.enter_context(replaced(trainer, "_run_epoch", run))

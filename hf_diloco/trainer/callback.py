@@ -170,7 +170,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._describe_model = partial(describe_model, kwargs["model"], kwargs.get("processing_class"))
         self._tokens_seen = state.num_input_tokens_seen
         needed = partial(last_of_earlier_round, state.global_step) if self.config.goes_back_together else None
-        self._begin(args, session.island, trainer, RECORD, find_complete, needed)
+        self._begin(args, session.island, trainer, RECORD, find_complete, needed, begins_anew=checkpoint is None)
         self.moved_at_end = state.global_step >= state.max_steps  # by a round that was still due, or took place since
         if trainer is not None:
             finish = partial(self._finish, trainer._finalize_training)

@@ -33,6 +33,7 @@ class CheckpointFolder:
         find_needed: of the whole checkpoints in a folder those that stay besides, since other islands may have no
             newer ones yet; by which of them this training has written.
         deletes: whether this rank removes those that go, as one of each machine does.
+        begins_anew: those that are there are of an earlier training, which is told, and stay.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class CheckpointFolder:
         find_whole: Callable[[Path], Collection[Path]],
         find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None,
         deletes: bool,
+        begins_anew: bool,
     ) -> None:
         self._folder = folder
         self._ranks = ranks
@@ -51,6 +53,18 @@ class CheckpointFolder:
         self._find_needed = find_needed
         self._deletes = deletes
         self._written: set[Path] = set()
+        self._earlier = self._find_earlier() if begins_anew and ranks.is_leader else set()
+
+    def _find_earlier(self) -> set[Path]:
+        """What an earlier training has left: not this one's to delete."""
+        whole = self._find_whole()
+        if whole:
+            logger.warning(
+                "this training begins anew, but %s of an earlier one is there. It stays until this one saves the same "
+                "step, and common_checkpoint() may find it. Resume from it, remove it, or take another output_dir",
+                max(whole, key=_step_of),
+            )
+        return {path for path in self._find_numbered() if not self._is_unfinished(path, whole)}
 
     def path(self, step: int) -> Path:
         """The checkpoint of a step."""
@@ -130,6 +144,10 @@ class CheckpointFolder:
     def _find_whole(self) -> set[Path]:
         return {path for path in self._find_all(self._folder) if _CHECKPOINT.fullmatch(path.name)}
 
+    def _find_numbered(self) -> set[Path]:
+        found = self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        return {path for path in found if _CHECKPOINT.fullmatch(path.name)}
+
     def _surplus(self, newest: Path, limit: int, best: Collection[Path]) -> list[str]:
         """Beyond the limit: the whole ones of the lowest steps, and what is older than all that stay, whole or not.
 
@@ -138,7 +156,8 @@ class CheckpointFolder:
         """
         if not limit:
             return []
-        whole = self._find_whole()
+        earlier = self._earlier - self._written
+        whole = self._find_whole() - earlier
         needed = set(self._find_needed(self._folder, self._written)) if self._find_needed else {newest}
         kept = {newest, *needed, *best}
         last = _step_of(newest)
@@ -148,10 +167,8 @@ class CheckpointFolder:
         oldest = min(staying, default=0) if needed and len(whole) >= limit else 0
         others = [
             path
-            for path in self._folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-            if _CHECKPOINT.fullmatch(path.name)
-            and path not in whole
-            and (_step_of(path) < oldest or (_step_of(path) < _step_of(newest) and self._is_unfinished(path, whole)))
+            for path in self._find_numbered() - whole - earlier
+            if (_step_of(path) < oldest or (_step_of(path) < _step_of(newest) and self._is_unfinished(path, whole)))
         ]
         return [str(path) for path in [*ranked[num_kept:], *others] if path not in kept]
 

@@ -19,9 +19,9 @@ from hf_diloco.gossip.checkpoint import (
     GossipIndex,
     check_files,
     check_index,
+    find_whole,
     save_index,
     sound_checkpoints,
-    whole_checkpoints,
 )
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours
@@ -238,7 +238,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         news = self._beginning.begin(model, state, kwargs["lr_scheduler"], folder_of(args), facts)
         node.current_step = state.global_step
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average", lacks_statistics=is_back)
-        self._begin(args, self._ranks, trainer, RECORD, lambda folder: whole_checkpoints(folder).values())
+        self._begin(args, self._ranks, trainer, RECORD, find_whole, begins_anew=not state.global_step)
         if trainer is not None and self.config.eval_weights == "average":
             evaluate = partial(self._evaluate_mean, trainer, trainer._evaluate)
             self._replaced.enter_context(replaced(trainer, "_evaluate", evaluate))

@@ -154,15 +154,11 @@ class OuterLoop(HasOuterWeights):
         session.join(shards, self._folder, self._facts, self._resume_from)
         if self._resume_from is not None:
             self.global_step = read_index(self._resume_from).global_step
-        elif session.island.is_leader and (found := find_complete(self._folder)):
-            logger.warning(
-                "%s is there, of an earlier training, and this one begins anew: common_checkpoint() may find it. "
-                "Remove it, or take another output_dir",
-                found[-1],
-            )
         needed = partial(last_of_earlier_round, self.global_step) if self.config.goes_back_together else None
-        deletes = self._accelerator.is_local_main_process
-        self._checkpoints = CheckpointFolder(self._folder, session.island, RECORD, find_complete, needed, deletes)
+        deletes, anew = self._accelerator.is_local_main_process, self._resume_from is None
+        self._checkpoints = CheckpointFolder(
+            self._folder, session.island, RECORD, find_complete, needed, deletes, anew
+        )
         if session.island.is_leader:
             self._show_progress()
         self._record.start(self.global_step, session, shards, None, None, resumed=self._resume_from is not None)

@@ -35,6 +35,7 @@ class Saving:
         record, find_whole, find_needed: see `CheckpointFolder`.
         trainer: whose failures to write are met; None where it is not known.
         replacing: what its end gives back to the Trainer.
+        begins_anew: see `CheckpointFolder`.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Saving:
         trainer: Trainer | None,
         find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None,
         replacing: ExitStack,
+        begins_anew: bool = False,
     ) -> None:
         self._checkpoints = CheckpointFolder(
-            folder_of(args), ranks, record, find_whole, find_needed, deletes=args.should_save
+            folder_of(args), ranks, record, find_whole, find_needed, args.should_save, begins_anew
         )
         self._trainer = trainer
         self._limit = max(args.save_total_limit or 0, 0)  # the Trainer takes 0 and less as none

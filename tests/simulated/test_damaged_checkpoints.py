@@ -200,6 +200,14 @@ def test_the_limit_counts_whole_checkpoints_alone_and_spares_copies(run: Path) -
     assert names == {"checkpoint-2-kept", "checkpoint-2", "checkpoint-4", "checkpoint-5"}
 
 
+def test_a_training_that_begins_anew_deletes_none_of_an_earlier_one(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_saving_trainer(run, DiLoCoCallback(sync_every=3), save_total_limit=1, save_steps=3).train()
+    assert {path.name for path in run.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (2, 4, 6)}
+    assert f"this training begins anew, but {run / 'checkpoint-6'} of an earlier one is there" in caplog.text
+
+
 def test_what_cannot_be_read_goes_where_it_would_if_it_were_whole(run: Path) -> None:
     """Older than the two newest whole ones. Newer than one of them, it is one of the two once it is read again."""
     for step in (1, 3):

@@ -15,7 +15,7 @@ from transformers import TrainerState, TrainingArguments
 from hf_diloco import GossipCallback
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.errors import CheckpointError, IslandLostError, PayloadError
-from hf_diloco.gossip.checkpoint import RECORD, GossipIndex, check_files, save_index, whole_checkpoints
+from hf_diloco.gossip.checkpoint import RECORD, GossipIndex, check_files, find_whole, save_index, whole_checkpoints
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
@@ -180,7 +180,7 @@ def test_what_is_left_of_an_earlier_life_goes_before_what_all_went_back_to(tmp_p
         save(tmp_path, step, trainer_state="{}")
     args = TrainingArguments(str(tmp_path), save_total_limit=2, use_cpu=True, report_to="none")
     with ExitStack() as replacing:
-        saving = Saving(args, IslandGroup(), RECORD, lambda at: whole_checkpoints(at).values(), None, None, replacing)
+        saving = Saving(args, IslandGroup(), RECORD, find_whole, None, None, replacing)
         assert saving.complete(TrainerState(global_step=5), lambda _: save(tmp_path, 5, trainer_state="{}"))
     assert sorted(whole_checkpoints(tmp_path)) == [4, 5]
 

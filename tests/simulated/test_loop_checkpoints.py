@@ -128,12 +128,18 @@ def test_the_folder_is_the_one_that_was_named(tmp_path: Path, monkeypatch: pytes
         assert outer.save_checkpoint() == tmp_path / "run" / "checkpoint-0"
 
 
-def test_one_that_begins_anew_beside_checkpoints_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
+def test_one_that_begins_anew_is_warned_and_deletes_none_of_an_earlier_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in ((2, 5), (3, 4, 5)):
         assert "begins anew" not in caplog.text
-        with Loop(tmp_path).outer as outer:
-            outer.save_checkpoint()
-    assert f"{tmp_path / 'checkpoint-0'} is there, of an earlier training, and this one begins anew" in caplog.text
+        loop = Loop(tmp_path)
+        with loop.outer as outer:
+            for step in steps:
+                loop.train(step)
+                outer.save_checkpoint(limit=1 if len(steps) == 3 else None)
+    assert f"this training begins anew, but {tmp_path / 'checkpoint-5'} of an earlier one is there" in caplog.text
+    assert steps_in(tmp_path) == [2, 5]
 
 
 def test_what_the_user_writes_in_its_place_is_part_of_it(tmp_path: Path) -> None:
