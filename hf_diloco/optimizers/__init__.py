@@ -13,8 +13,6 @@ from hf_diloco.config.base import Count
 from hf_diloco.utils.settings import Block
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from transformers import TrainerCallback, TrainingArguments
 
@@ -118,10 +116,8 @@ def make_optimizer(
     )
 
 
-def callbacks_of(
-    block: OptimizerBlock | None, optimizer: torch.optim.Optimizer | None, checkpoint: Path | None
-) -> list[TrainerCallback]:
-    """What it needs of the Trainer; training goes on from `checkpoint`."""
+def callbacks_of(block: OptimizerBlock | None, optimizer: torch.optim.Optimizer | None) -> list[TrainerCallback]:
+    """What it needs of the Trainer."""
     if block is None:
         return []
     from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer
@@ -129,4 +125,4 @@ def callbacks_of(
 
     if not isinstance(optimizer, OneBitOptimizer):
         return []
-    return [OneBitCallback(optimizer, checkpoint, block.warmup_payload)]
+    return [OneBitCallback(optimizer, block.warmup_payload)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco import OneBitAdam, OneBitLamb
 from hf_diloco.apps.lm.runfile import load_run_file
@@ -20,6 +20,7 @@ from hf_diloco.optimizers.onebit.lamb import clip_factor
 from hf_diloco.optimizers.onebit.optimizer import MAX_LEFT_OUT
 from hf_diloco.optimizers.onebit.trainer import OneBitCallback
 from tests.processes import ROOT
+from tests.small_model import Linear
 
 SIZES = (1, 7, 8, 4097, 70_001)
 
@@ -355,6 +356,24 @@ def test_what_was_sent_by_a_checkpoint_is_in_the_next_line_of_the_log(tmp_path: 
     optimizer.bytes_sent += 5
     assert line(callback) == 10 + 5
     assert line(callback) is None
+
+
+def test_errors_come_from_where_the_trainer_resumes(tmp_path: Path) -> None:
+    def train(folder: str, resume: Path | None = None, **arguments: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Linear()
+        optimizer = OneBitAdam(model.parameters(), lr=0.01, freeze_step=2)
+        args = TrainingArguments(
+            str(tmp_path / folder), max_steps=6, use_cpu=True, report_to=[], lr_scheduler_type="constant", **arguments
+        )
+        data = [{"x": draw(i, 4), "y": torch.ones(1)} for i in range(48)]
+        callbacks: list[TrainerCallback] = [OneBitCallback(optimizer)]
+        trainer = Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    whole = train("first", save_steps=4)
+    assert torch.equal(train("second", resume=tmp_path / "first" / "checkpoint-4"), whole)
 
 
 def test_errors_of_another_number_of_ranks_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:

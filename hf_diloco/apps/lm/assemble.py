@@ -176,7 +176,7 @@ def _trainer(
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
         data_collator=masking,
-        callbacks=[callback, files, *callbacks_of(run.optimizer, optimizer, checkpoint)],
+        callbacks=[callback, files, *callbacks_of(run.optimizer, optimizer)],
         optimizers=(optimizer, None),
     )
     if masking is not None:

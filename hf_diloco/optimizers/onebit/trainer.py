@@ -20,7 +20,7 @@ from hf_diloco.optimizers.onebit.adam import OneBitAdam
 from hf_diloco.optimizers.onebit.lamb import OneBitLamb
 from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, average_gradients, average_gradients_in_fp16
 from hf_diloco.trainer.arguments import folder_of, name_evaluated
-from hf_diloco.trainer.frames import find_trainer, move_before_trackers
+from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.refusals import refuse
 from hf_diloco.utils.files import is_write_failure, reason_of
 
@@ -69,19 +69,16 @@ class OneBitCallback(TrainerCallback):
 
     Args:
         optimizer: the Trainer's.
-        resume_from_checkpoint: where training resumes from, if not `output_dir/checkpoint-N`.
         warmup_payload: number format of the gradients that ranks exchange in the warm-up.
     """
 
     def __init__(
         self,
         optimizer: OneBitOptimizer,
-        resume_from_checkpoint: str | Path | None = None,
         warmup_payload: Literal["fp32", "fp16"] = "fp32",
     ) -> None:
         self.optimizer = optimizer
         self._warmup = average_gradients_in_fp16 if warmup_payload == "fp16" else average_gradients
-        self._resume_path = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._hooked: Any = None
         self._bytes_told = 0  # by this rank, in lines of the log
         self._bytes_before = 0  # by all ranks, before the checkpoint that training resumed from, and in no line yet
@@ -106,7 +103,7 @@ class OneBitCallback(TrainerCallback):
         self._hook(trainer, args.world_size)
         self._bytes_before = 0
         if state.global_step:
-            self._load(self._resume_path or folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self._load(find_resumed(args, state.global_step))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds `onebit/bytes_sent`, of all ranks since the last time, to what the Trainer logs."""
