@@ -57,7 +57,7 @@ def noting_in(steps: Sequence[tuple[Any, str]], engines: Sequence[Any], failures
             stack.enter_context(replaced(engine, "save_checkpoint", partial(_save_engine, engine, failures)))
         try:
             yield
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             _note(error, failures)
 
 
@@ -71,14 +71,15 @@ def _save_engine(engine: Any, failures: list[str], folder: str, tag: str | None 
 def _noting(call: Callable[..., Any], failures: list[str], *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
-    except CheckpointException as error:  # by which every rank is told what others met in a sharded checkpoint
-        for met, _ in error.failures.values():
-            _note(met, failures)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         _note(error, failures)
 
 
 def _note(error: BaseException, failures: list[str]) -> None:
+    if isinstance(error, CheckpointException):  # tells every rank what others met in a sharded checkpoint
+        for met, _ in error.failures.values():
+            _note(met, failures)
+        return
     if not is_write_failure(error):
         raise error
     failures.append(reason_of(error))

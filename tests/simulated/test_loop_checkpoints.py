@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from torch.distributed import checkpoint as distributed_checkpoint
 
 from hf_diloco import DiLoCoConfig, OuterLoop
 from hf_diloco.errors import ConfigError
@@ -165,6 +166,17 @@ def test_a_full_disk_leaves_the_older_one(num_bytes: int, tmp_path: Path, caplog
         assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-1"]
         outer.save_checkpoint(limit=1)
         assert steps_in(tmp_path) == [2]
+
+
+def test_a_full_disk_is_met_also_where_pytorchs_distributed_checkpoint_writes(tmp_path: Path) -> None:
+    """Its error is none of Python's `Exception`."""
+    loop = Loop(tmp_path)
+    with loop.begun() as outer:
+        state = {"model": loop.model.state_dict()}
+        write = lambda folder: distributed_checkpoint.save(state, checkpoint_id=folder, no_dist=True)  # noqa: E731
+        with no_file_beyond(100):
+            assert outer.save_checkpoint(write=write) is None
+        assert outer.save_checkpoint(write=write) == tmp_path / "checkpoint-0"
 
 
 @pytest.mark.parametrize("limit", ["two", 0, -1, 1.5, True], ids=str)
