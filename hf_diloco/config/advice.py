@@ -38,10 +38,12 @@ def warn_about_plan(config: DiLoCoConfig, max_steps: int) -> None:
 
 def tell_who_is_alone(config: BaseModel, unit: str = "island") -> None:
     """Warns of an island or node that trains alone because nobody told it that there are others."""
-    if not is_given(config, "num_islands"):
+    setting = f"num_{unit}s"
+    if not is_given(config, setting):
         logger.warning(
-            "this %s trains alone, as num_islands is not set: for several, set %s, %s and %s on each of them",
+            "this %s trains alone, as %s is not set: for several, set %s, %s and %s on each of them",
             unit,
+            setting,
             ENV_NUM_ISLANDS,
             ENV_ISLAND,
             ENV_RENDEZVOUS,

@@ -18,8 +18,10 @@ from hf_diloco.apps.vision import train as vision
 from hf_diloco.apps.vision.runfile import GossipBlock, VisionRun
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.open import open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.open import open_session
+from hf_diloco.trainer.gossip_start import check_gossip
 from tests.processes import ROOT, Processes
 from tests.programs.trainer_island import make_model
 from tests.trainers import make_trainer
@@ -78,12 +80,20 @@ def test_the_environment_gives_the_number(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert session.config.island == 0
 
 
-def test_an_island_that_is_alone_says_how_to_be_several(caplog: pytest.LogCaptureFixture) -> None:
-    open_session(DiLoCoConfig(num_islands=1), IslandGroup())
+@pytest.mark.parametrize("unit", ["island", "node"])
+def test_who_is_alone_says_how_to_be_several(unit: str, caplog: pytest.LogCaptureFixture) -> None:
+    def begin(**settings: Any) -> None:
+        if unit == "island":
+            open_session(DiLoCoConfig(**settings), IslandGroup())
+        else:
+            config = GossipConfig(**settings)
+            open_node(config, check_gossip(config), IslandGroup())
+
+    begin(**{f"num_{unit}s": 1})
     assert caplog.messages == []
-    open_session(DiLoCoConfig(), IslandGroup())
+    begin()
     (line,) = caplog.messages
-    assert line.startswith("this island trains alone, as num_islands is not set")
+    assert line.startswith(f"this {unit} trains alone, as num_{unit}s is not set")
     assert "HF_DILOCO_NUM_ISLANDS, HF_DILOCO_ISLAND and HF_DILOCO_RENDEZVOUS" in line
 
 
