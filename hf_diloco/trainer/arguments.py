@@ -90,7 +90,12 @@ def check_gossip_arguments(
 
 
 def gossip_facts(
-    payload: str, evaluates_with_others: bool, args: TrainingArguments, state: TrainerState, loader: Any
+    payload: str,
+    evaluates_with_others: bool,
+    args: TrainingArguments,
+    state: TrainerState,
+    loader: Any,
+    has_num_eval_examples: bool = False,
 ) -> Facts:
     """What must be equal on all nodes, as they do it together, by the name that an error message gives it.
 
@@ -100,8 +105,9 @@ def gossip_facts(
         args: of the Trainer.
         state: the Trainer's.
         loader: of the training data.
+        has_num_eval_examples: metrics are weighed by them.
     """
-    facts = {}
+    facts: dict[str, str | bool] = {"num_eval_examples is given": has_num_eval_examples}
     if payload != "fp32":  # all rekey at the same steps
         facts["when checkpoints are saved"] = f"{args.save_strategy}, every {state.save_steps} steps"
     if evaluates_with_others:

@@ -232,8 +232,9 @@ class GossipCallback(RunCallback[NodeRecord]):
         node.rekey()
         if state.global_step:
             check_index(find_resumed(args, state.global_step), self._index(state))
-        with_others = self.config.eval_weights == "average" or self._num_eval_examples is not None
-        facts = gossip_facts(self.config.payload, with_others, args, state, kwargs["train_dataloader"])
+        has_number, loader = self._num_eval_examples is not None, kwargs["train_dataloader"]
+        with_others = self.config.eval_weights == "average" or has_number
+        facts = gossip_facts(self.config.payload, with_others, args, state, loader, has_number)
         is_back = node.is_returning
         news = self._beginning.begin(model, state, kwargs["lr_scheduler"], folder_of(args), facts)
         node.current_step = state.global_step
@@ -242,7 +243,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         if trainer is not None and self.config.eval_weights == "average":
             evaluate = partial(self._evaluate_mean, trainer, trainer._evaluate)
             self._replaced.enter_context(replaced(trainer, "_evaluate", evaluate))
-        loader, passed = kwargs["train_dataloader"], self._beginning.passed
+        passed = self._beginning.passed
         self._common_steps = CommonSteps(args, loader, with_others, self._evaluates_at_end, passed)
         if is_back and with_others:  # the others go on meanwhile, and do not evaluate
             self._replaced.enter_context(replaced(args, "eval_on_start", False))

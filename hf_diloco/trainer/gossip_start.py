@@ -260,9 +260,10 @@ class Beginning:
 def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:
     """What must be equal at any step, by the name that an error message gives it."""
     if is_own(config.topology):
-        graph = identify(config.topology)  # the weights of a first step do not tell those of later ones
+        graph = identify(config.topology)  # the weights of some steps do not tell those of later ones
     else:
-        graph = xxhash.xxh3_64_hexdigest(topology.weights(0).tobytes())
+        weights = [topology.weights(step).tobytes() for step in range(topology.period or 1)]
+        graph = xxhash.xxh3_64_hexdigest(b"".join(weights))
     sizes = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters() if p.requires_grad]
     return {
         "method": identify(config.method),
@@ -270,6 +271,9 @@ def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.M
         "slowmo": str(config.slowmo or "none"),
         "payload": config.payload,
         "topology": graph,
+        **({"topology_seed": config.topology_seed} if topology.period is None else {}),
+        "buffers": config.buffers,
+        "eval_weights": config.eval_weights,
         "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),
     }
 

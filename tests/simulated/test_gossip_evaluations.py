@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -19,11 +20,12 @@ from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.facts import Facts
+from hf_diloco.membership.facts import Facts, compare_facts
 from hf_diloco.methods.gossip import make_optimizer
-from hf_diloco.methods.topology import make_topology
+from hf_diloco.methods.topology import PeriodicTopology, make_topology
 from hf_diloco.report.progress import read_progress
 from hf_diloco.trainer.arguments import gossip_facts
+from hf_diloco.trainer.gossip_start import make_fingerprint
 from hf_diloco.trainer.views import MeanView
 from hf_diloco.transport.base import Traffic
 from tests.islands import run_islands
@@ -56,7 +58,7 @@ def trainer_of(
 def train_nodes(
     folder_of: Callable[[int], Path],
     evaluation_of: Callable[[int], Any],
-    has_shares: bool = False,
+    sizes: Sequence[int | None] = (None,) * NUM_NODES,
     when: dict[str, Any] | None = None,
     kind: type[Trainer] = Trainer,
     other: TrainerCallback | None = None,
@@ -78,7 +80,7 @@ def train_nodes(
                 with building:
                     torch.manual_seed(0)
                     model = Linear()
-                callback = GossipCallback(config, node=node, num_eval_examples=SIZES[number] if has_shares else None)
+                callback = GossipCallback(config, node=node, num_eval_examples=sizes[number])
                 arguments = when if evaluation else {}
                 trainer = trainer_of(folder_of(number), callback, model, float(number), evaluation, **arguments)
                 trainer.__class__ = kind
@@ -113,7 +115,7 @@ def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_p
     def both(number: int) -> dict[str, Any]:
         return {name: data(low + number, SIZES[number]) for name, low in (("a", 0.0), ("b", 5.0))}
 
-    trainers = train_nodes(lambda number: tmp_path / str(number), both, has_shares=True)
+    trainers = train_nodes(lambda number: tmp_path / str(number), both, sizes=SIZES)
     first, *others = (events(tmp_path / str(number), "eval") for number in range(NUM_NODES))
     assert [event["step"] for event in first] == [2, 2, 4, 4]
     for place, name in enumerate("abab"):
@@ -207,6 +209,42 @@ def test_nodes_of_which_some_evaluate_before_they_train_are_refused(tmp_path: Pa
             lambda number: None if number else data(0.0),
             when={"eval_on_start": True},
         )
+
+
+def test_nodes_of_which_some_weigh_what_they_evaluate_are_refused(tmp_path: Path) -> None:
+    """Who weighs its metrics would wait for the others' metrics, and they for its weights."""
+    with pytest.raises(FingerprintError, match=r"num_eval_examples is given differs \(node 0: True, node 1: False"):
+        train_nodes(lambda number: tmp_path / str(number), lambda _: data(0.0), sizes=(4, None, None, None))
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        ({"payload": "int8"}, {"payload": "int4"}),
+        ({"slowmo": None}, {"slowmo": {}}),
+        ({"slowmo": {}}, {"slowmo": {"sync_every": 12}}),
+        ({"buffers": "average"}, {"buffers": "local"}),
+        ({"eval_weights": "average"}, {"eval_weights": "local"}),
+        ({"topology_seed": 0}, {"topology_seed": 1}),  # of which the first step is equal
+    ],
+)
+def test_nodes_with_other_settings_are_refused(settings: dict[str, Any], others: dict[str, Any]) -> None:
+    """They would exchange vectors of other sizes, or with others than who exchanges with them."""
+    facts = []
+    for given in (settings, others):
+        config = GossipConfig(topology="random-matching", **given)
+        facts.append(make_fingerprint(config, make_topology(config.topology, 4, config.topology_seed), Linear()))
+    (name,) = settings
+    with pytest.raises(FingerprintError, match=rf"{name} differs \(node 0: "):
+        compare_facts(facts, "node")
+
+
+def test_graphs_that_differ_after_their_first_step_are_told_apart() -> None:
+    one, other = np.eye(2), np.full((2, 2), 0.5)
+    graphs = [PeriodicTopology("mine", np.stack(weights)) for weights in ((one, other), (one, other, other))]
+    facts = [make_fingerprint(GossipConfig(), graph, Linear()) for graph in graphs]
+    with pytest.raises(FingerprintError, match="topology differs"):
+        compare_facts(facts, "node")
 
 
 class Back(MemoryNeighbours):

@@ -13,12 +13,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from hf_diloco.apps.vision import images as images_module
-from hf_diloco.apps.vision.assemble import accuracy
+from hf_diloco.apps.vision.assemble import accuracy, facts_of
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.images import ArrayPictures, DecodedImages, StoredImages, measure
-from hf_diloco.apps.vision.runfile import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
-from hf_diloco.errors import ConfigError
+from hf_diloco.apps.vision.runfile import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock, VisionRun
+from hf_diloco.errors import ConfigError, FingerprintError
+from hf_diloco.membership.facts import Facts, compare_facts
 
 RESNET = ImageModelBlock(preset="resnet-tiny")
 SMALL = ImageModelBlock(config={"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8})
@@ -60,6 +61,28 @@ def test_nodes_share_all_but_their_examples() -> None:
         others = nodes[:number] + nodes[number + 1 :]
         assert mine.isdisjoint(row.numpy().tobytes() for n in others for row in whole(n.train)["pixel_values"])
     assert len({tuple(node.label_counts) for node in nodes}) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"shares": "iid"}, "data.shares"),
+        ({"dirichlet_alpha": 0.1}, "data.dirichlet_alpha"),
+        ({"max_train_examples": 1616}, "data.max_train_examples"),
+        ({"held_out": 0.1005}, "shares"),
+    ],
+)
+def test_nodes_compare_what_their_shares_depend_on(settings: dict[str, Any], named: str) -> None:
+    normalize = NormalizeBlock(mean=[0.5], std=[0.5])
+
+    def facts(node: int = 0, **settings: Any) -> Facts:
+        data = ImageDataBlock(normalize=normalize, **{"shares": "dirichlet", **settings})
+        run = VisionRun(name="x", training={"max_steps": 1}, data=data)
+        return facts_of(run, build(data, node, 3))
+
+    compare_facts([facts(0), facts(1)], "node")
+    with pytest.raises(FingerprintError, match=rf"^the nodes do not train the same thing: {named} differs"):
+        compare_facts([facts(), facts(**settings)], "node")
 
 
 def test_normalisation_is_of_the_whole_training_set() -> None:

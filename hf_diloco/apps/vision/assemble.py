@@ -27,10 +27,13 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import Facts
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.gossip_callback import GossipCallback
 from hf_diloco.trainer.progress import Progress, RunFilesCallback
 from hf_diloco.utils.files import STOP_FILE
+
+_OF_SHARES = ("shares", "dirichlet_alpha", "max_train_examples")
 
 VisionNode: TypeAlias = Assembled[VisionRun, GossipCallback, ImageData]
 
@@ -61,7 +64,7 @@ def assemble(
     check_evaluation(args, len(evaluation))
     callback = GossipCallback(
         config,
-        fingerprint={"evaluation_data": data.eval_hash, "seed": run.seed},
+        fingerprint=facts_of(run, data),
         stop_file=run.island_folder() / STOP_FILE,
         num_eval_examples=len(evaluation),
         evaluates_at_end=True,
@@ -84,6 +87,15 @@ def assemble(
         callbacks=[callback, files, _Epochs(data.train)],
     )
     return Assembled(run, trainer, callback, data, checkpoint, speaks)
+
+
+def facts_of(run: VisionRun, data: ImageData) -> Facts:
+    """What must be equal on all nodes, besides what the callback compares: else shares overlap, or leave examples out.
+
+    Settings come first, as a message names the first fact that differs.
+    """
+    settings = {f"data.{name}": getattr(run.data, name) for name in _OF_SHARES}
+    return {"seed": run.seed, **settings, "shares": data.shares_hash, "evaluation_data": data.eval_hash}
 
 
 def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData) -> None:

@@ -56,6 +56,7 @@ class ImageData:
         processor: saved beside the model; makes the evaluation's pixels of raw pictures, to 1e-5.
             `AutoImageProcessor.from_pretrained` loads it, without torchvision too.
         eval_hash: of evaluation pixels, labels, class names and normalisation, for the nodes to compare.
+        shares_hash: of which examples each node has, likewise.
     """
 
     train: ImageDataset
@@ -67,6 +68,7 @@ class ImageData:
     label_counts: list[int]
     processor: BaseImageProcessor
     eval_hash: str
+    shares_hash: str
 
 
 def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_nodes: int, seed: int) -> ImageData:
@@ -107,6 +109,7 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
         label_counts=np.bincount(labels, minlength=len(source.label_names)).tolist(),
         processor=processor,
         eval_hash=_hash(evaluation, source.evaluation.labels, source.label_names, normalization),
+        shares_hash=hashlib.sha256(np.stack(shares).astype("<i8").tobytes()).hexdigest()[:16],
     )
 
 
