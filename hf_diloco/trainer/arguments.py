@@ -16,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_lengt
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.membership.facts import Facts
+from hf_diloco.trainer.ignored_settings import warn_of_ignored
 from hf_diloco.trainer.refusals import follows_evaluations, is_schedule_free, refuse, refuse_uncounted
 
 _RUNTIME = re.compile(r"eval_(?:.*_)?runtime")
@@ -29,7 +30,7 @@ def check_arguments(
     scheduler: Any = None,
     is_search: bool = False,
 ) -> None:
-    """Refuses what does not go with the outer loop.
+    """Refuses what does not go with the outer loop; warns of settings that DeepSpeed ignores.
 
     Args:
         config: the outer loop's settings.
@@ -51,6 +52,7 @@ def check_arguments(
             given[setting] = type(made).__name__
     refuse({**vars(args), **_of_callbacks(callbacks), **given}, "islands")
     refuse_uncounted(config.weight_by, args.include_num_input_tokens_seen)
+    warn_of_ignored(args.deepspeed_plugin)
 
 
 def check_launched() -> None:

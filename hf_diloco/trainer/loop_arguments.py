@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.inner import refuse_foreign_optimizer, unwrap_optimizer
+from hf_diloco.trainer.ignored_settings import warn_of_ignored
 
 
 def check_weight(weight: Any) -> float:
@@ -37,7 +38,7 @@ def check_count(name: str, value: Any, call: str = "OuterLoop") -> int | None:
 
 
 def check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
-    """Raises unless these are what they should be, and belong together."""
+    """Raises unless these are what they should be, and belong together; warns of settings that DeepSpeed ignores."""
     call = "call OuterLoop(accelerator, model, optimizer, config)"
     for name, value, kind in (("accelerator", accelerator, Accelerator), ("model", model, nn.Module)):
         if not isinstance(value, kind):
@@ -49,6 +50,7 @@ def check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
         )
     remedy = "give both as one call of accelerator.prepare(model, optimizer) returned them"
     refuse_foreign_optimizer(model, optimizer, remedy)
+    warn_of_ignored(accelerator.state.deepspeed_plugin)
 
 
 def settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:

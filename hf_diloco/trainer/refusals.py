@@ -257,13 +257,20 @@ def refuse_uncounted(weight_by: str, counted: Any) -> None:
         )
 
 
-def refuse_nvme(deepspeed: Mapping[str, Any], has_outer_loop: bool) -> None:
-    """Raises `ConfigError` where ZeRO-3 offloads to NVMe: out of the outer loop's reach, or without a folder there.
+def refuse_out_of_reach(deepspeed: Mapping[str, Any], has_outer_loop: bool) -> None:
+    """Raises `ConfigError` for master weights that the outer loop cannot read: on NVMe, or cut by tensor parallelism.
 
     Args:
         deepspeed: its configuration.
-        has_outer_loop: whether anything but DeepSpeed reads the master weights.
+        has_outer_loop: whether anything but DeepSpeed reads the master weights; else NVMe needs only a folder.
     """
+    block = deepspeed.get("tensor_parallel")
+    size = block.get("autotp_size") if isinstance(block, Mapping) else 0
+    if has_outer_loop and isinstance(size, int) and size > 1:
+        raise ConfigError(
+            f"deepspeed: tensor_parallel.autotp_size={size} cannot be used: the outer loop does not read parameters "
+            "that are cut by tensor parallelism yet; leave it out, and use ZeRO inside the island"
+        )
     zero = deepspeed.get("zero_optimization", {})
     for name in ("offload_optimizer", "offload_param") if zero.get("stage") == 3 else ():
         block = zero.get(name)

@@ -6,15 +6,18 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, GossipConfig, OuterLoop
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError, UnsupportedError
+from hf_diloco.trainer.arguments import check_arguments
 from hf_diloco.trainer.refusals import REFUSALS
 from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model
@@ -73,6 +76,30 @@ def test_a_schedule_free_optimizer_is_refused(tmp_path: Path) -> None:
     trainer.optimizer = ScheduleFreeSGD(make_model(lora=False, tied=True, seed=1).parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"optim='ScheduleFreeSGD' cannot be used: .* each would end with another"):
         trainer.train()
+
+
+@pytest.mark.parametrize("way", ["callback", "loop"])
+def test_settings_that_deepspeed_ignores_are_told(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        **{"zero_optimization": {"stage": 1}, "gradient_cliping": 1.0, "data_types": {"grad_acum_dtype": "fp32"}},
+        **{"_comment": "of whoever wrote this", "msamp": {}},
+    }
+    plugin = SimpleNamespace(deepspeed_config=config, enable_msamp=False)
+    if way == "callback":
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+        args.deepspeed_plugin = plugin
+        check_arguments(DiLoCoConfig(), args)
+    else:
+        monkeypatch.setattr(AcceleratorState, "deepspeed_plugin", plugin)
+        make_loop()
+    (line,) = [line for line in caplog.messages if "deepspeed" in line]
+    assert line == (
+        "deepspeed: unknown setting gradient_cliping=1.0 (did you mean gradient_clipping?), which DeepSpeed ignores; "
+        "unknown setting data_types.grad_acum_dtype='fp32' (did you mean grad_accum_dtype?), which DeepSpeed ignores"
+    )
 
 
 def one_twice() -> list[TrainerCallback]:

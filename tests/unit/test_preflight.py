@@ -68,6 +68,22 @@ WRONG = {
         "deepspeed: zero_optimization.overlap_comm: nothing takes the place of .auto.; give"
     ),
     "deepspeed={zero_optimization: {}, optimizer: {params: {lr: auto}}}": "deepspeed: optimizer.type is missing: give",
+    "deepspeed={zero_optimization: {}, optimizer: {type: AdamW, params: {weight_decy: 0}}}": (
+        "deepspeed: unknown setting optimizer.params.weight_decy=0 of AdamW .did you mean weight_decay"
+    ),
+    "deepspeed={zero_optimization: {}, optimizer: {type: muon, params: {momentun: 0}}}": (
+        "deepspeed: unknown setting optimizer.params.momentun=0 of muon .did you mean momentum"
+    ),
+    "deepspeed={zero_optimization: {}, optimizer: {type: lr_scheduler}}": "optimizer.type: 'lr_scheduler' is none",
+    "deepspeed={zero_optimization: {}, optimizer: {type: SGD, params: {momentun: 0}}}": (
+        "deepspeed: unknown setting optimizer.params.momentun=0 of SGD .did you mean momentum"
+    ),
+    "deepspeed={zero_optimization: {}, scheduler: {type: WarmupLR, params: {warmup_steps: 3}}}": (
+        "deepspeed: scheduler=WarmupLR, params={'warmup_steps': 3}: .*unexpected keyword argument 'warmup_steps'"
+    ),
+    "deepspeed={zero_optimization: {}, scheduler: {type: WarmupDecayLR}}": (
+        "deepspeed: scheduler=WarmupDecayLR, params={}: .* 'total_num_steps'"
+    ),
     "deepspeed={zero_optimization: {offload_optimizer: true}}": (
         "deepspeed: zero_optimization.offload_optimizer must be a block of `key: value` lines, got True"
     ),
@@ -75,11 +91,14 @@ WRONG = {
     "deepspeed={zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: /tmp}}}": (
         "deepspeed: zero_optimization.offload_param.device='nvme' cannot be used: .* set it to cpu"
     ),
+    "deepspeed={zero_optimization: {}, tensor_parallel: {autotp_size: 2}}": (
+        "deepspeed: tensor_parallel.autotp_size=2 cannot be used: .* cut by tensor parallelism"
+    ),
     "deepspeed={zero_optimisation: {stage: 2}}": "no block zero_optimization .it has zero_optimisation.: give it one",
     "deepspeed={zero_optimization: {stage: auto}}": "deepspeed: zero_optimization.stage: .*0 to 3, got 'auto'",
     "deepspeed={zero_optimization: {stage: '3'}}": "deepspeed: zero_optimization.stage: .*0 to 3, got '3'",
     "deepspeed={zero_optimization: {}, gradient_cliping: 1, optimizer: {type: Lion, param: {}}}": (
-        "unknown setting gradient_cliping=1 .did you mean gradient_clipping.., which DeepSpeed would ignore; "
+        "unknown setting gradient_cliping=1 .did you mean gradient_clipping.., which DeepSpeed ignores; "
         "unknown setting optimizer.param={} .did you mean params"
     ),
     "deepspeed={zero_optimization: {}, prescale_gradients: no, flops_profiler: {top_modules: x}}": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from inspect import signature
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,33 +12,31 @@ from typing import TYPE_CHECKING, Any
 from hf_diloco.apps.common.base import BaseRun, read_json_object
 from hf_diloco.apps.common.paths import get_at
 from hf_diloco.errors import ConfigError
-from hf_diloco.trainer.refusals import refuse_nvme
+from hf_diloco.trainer.ignored_settings import READ_BY_NAME, Asked
+from hf_diloco.trainer.refusals import refuse_out_of_reach
 from hf_diloco.utils.extras import import_deepspeed_quietly
-from hf_diloco.utils.redact import redact
+from hf_diloco.utils.settings import refusing
 from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from deepspeed.runtime.config import DeepSpeedConfig
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 _OFFLOADS = ("offload_optimizer", "offload_param")  # they may be null
-_READ_BY_NAME = (
-    *("optimizer", "scheduler", "data_types", "torch_autocast", "checkpoint", "activation_checkpointing"),
-    "flops_profiler",
-)
-"""Blocks of which DeepSpeed reads some settings, and ignores all others without a word."""
 _BLOCKS = (
     *("zero_optimization", *(f"zero_optimization.{name}" for name in _OFFLOADS), "bf16", "fp16", "compile"),
-    *(*_READ_BY_NAME, "optimizer.params", "scheduler.params"),
+    *(*READ_BY_NAME, "optimizer.params", "scheduler.params"),
     *("pipeline", "comms_logger", "autotuning", "hybrid_engine", "data_efficiency", "tensor_parallel", "timers"),
     *("aio", "tensorboard", "wandb", "csv_monitor", "comet"),
 )
-_READ_ELSEWHERE = ("sequence_parallel_size", "msamp")
-"""Settings that DeepSpeed, or Accelerate, reads at other times than the rest."""
 _DTYPES = ("grad_accum_dtype", "param_dtype", "buffer_dtype")
+_OF_ADAM = {"torch_adam", "adam_w_mode"}
+_OF_MUON = _OF_ADAM | {"lr", "momentum", "weight_decay", "ns_method", "betas", "eps", "muon_lr", "adam_lr"}
+_OF_MUON |= {"foreach", "fp32_optimizer_states"}
+"""Settings of `optimizer.params` that DeepSpeed takes out before it makes the optimizer."""
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _FILLED_LATER = (
     *("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
@@ -54,8 +53,9 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     Batch size, accumulation and clipping that it leaves out, or has as null, are those of `training`.
 
     Raises:
-        ConfigError: it has another value where a block belongs, or no `zero_optimization`; or offloads to NVMe; or
-            Muon is to scatter gradients under ZeRO-3, which it needs whole; or the stage is no number from 0 to 3.
+        ConfigError: it has another value where a block belongs, or no `zero_optimization`; or keeps master weights
+            out of reach; or Muon is to scatter gradients under ZeRO-3, which it needs whole; or the stage is no number
+            from 0 to 3.
     """
     if run.deepspeed is None:
         return None
@@ -76,7 +76,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
         raise ConfigError(f"deepspeed: zero_optimization.stage: give one of the numbers 0 to 3, got {stage!r}")
     zero = {key: value for key, value in zero.items() if value is not None or key not in _OFFLOADS}
     config = {**config, "zero_optimization": zero}
-    refuse_nvme(config, run.meeting.enabled)
+    refuse_out_of_reach(config, run.meeting.enabled)
     is_muon = str(optimizer.get("type")).lower() == "muon"
     if zero.get("stage") == 3:
         zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
@@ -126,10 +126,8 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -
         ConfigError: it contradicts `args`; or DeepSpeed refuses it, with its reason, or would ignore a setting.
     """
     import_deepspeed_quietly()
-    from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
-    from torch import optim
 
     filled.fill_match("scheduler.params.total_num_steps", args.max_steps, "max_steps")
     warmup = max(1, args.get_warmup_steps(args.max_steps))
@@ -138,8 +136,6 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -
         found = "; ".join(line.removeprefix("- ") for line in filled.mismatches)
         raise ConfigError(f'deepspeed: it contradicts the block training: {found}; set these to "auto" in it')
     config = copy.deepcopy(filled.config)
-    _check_type(config, "optimizer", optim, DEEPSPEED_OPTIMIZERS, str.lower)
-    _check_type(config, "scheduler", optim.lr_scheduler, lr_schedules.VALID_LR_SCHEDULES)
     config.pop("train_batch_size", None)  # it follows from the others, and the number of ranks
     zero = config["zero_optimization"]
     for name in _FILLED_LATER:
@@ -147,7 +143,9 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -
             del zero[name]
     if left := ", ".join(_left_auto(config)):
         raise ConfigError(f'deepspeed: {left}: nothing takes the place of "auto"; give values, or leave it out')
-    asked = _Asked(config, {name: _Asked(config[name]) for name in _READ_BY_NAME if name in config})
+    _check_optimizer(config)
+    _check_scheduler(config, args.learning_rate)
+    asked = Asked.of_config(config)
     try:
         read = DeepSpeedConfig(asked)
     except ValidationError as error:
@@ -160,57 +158,6 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -
     if wrong := "; ".join([*asked.wrong_types(), *asked.unknown()]):
         raise ConfigError(f"deepspeed: {wrong}")
     _check_dtypes(read)
-
-
-class _Asked(dict[str, Any]):
-    """A block of the configuration that notes which settings DeepSpeed asks for: it has no list of them.
-
-    Args:
-        values: the block.
-        blocks: in it, that note the same.
-    """
-
-    def __init__(self, values: Mapping[str, Any], blocks: Mapping[str, _Asked] | None = None) -> None:
-        self._blocks = blocks or {}
-        self._known: dict[str, Any] = {}  # with the defaults that are known
-        super().__init__({**values, **self._blocks})
-
-    def __contains__(self, key: Any) -> bool:
-        self._known.setdefault(key, None)
-        return super().__contains__(key)
-
-    def __getitem__(self, key: str) -> Any:
-        self._known.setdefault(key, None)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value; notes the key and its default."""
-        self._known[key] = default
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        """Itself, of which one may ask whether a key is in it."""
-        return self
-
-    def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Settings that DeepSpeed has not asked for, and so would ignore; but for comments, as `_comment`."""
-        known = {*self._known, *_READ_ELSEWHERE} if not prefix else self._known
-        for key, value in self.items():
-            if key not in known and key[:1].isalpha():
-                shown = redact(value, key)
-                yield f"unknown setting {prefix}{key}={shown!r}{nearest(key, known)}, which DeepSpeed would ignore"
-        for name, block in self._blocks.items():
-            yield from block.unknown(f"{name}.")
-
-    def wrong_types(self, prefix: str = "") -> Iterator[str]:
-        """Text, or nothing, in the place of a number, true or false: any text counts as true to DeepSpeed."""
-        for key, default in self._known.items():
-            value = super().get(key, default)
-            if isinstance(default, bool | int | float) and isinstance(value, str | None):
-                wanted = "true or false" if isinstance(default, bool) else "a number"
-                yield f"{prefix}{key}: expected {wanted}, got {value!r}"
-        for name, block in self._blocks.items():
-            yield from block.wrong_types(f"{name}.")
 
 
 def _check_dtypes(read: DeepSpeedConfig) -> None:
@@ -233,18 +180,61 @@ def _check_dtypes(read: DeepSpeedConfig) -> None:
             )
 
 
-def _check_type(
-    config: dict[str, Any], block: str, torch_has: ModuleType, known: list[str], spell: Callable[[str], str] = str
-) -> None:
-    """Raises `ConfigError` if the type in a block is missing, or neither DeepSpeed's nor PyTorch's."""
-    if block not in config:
+def _check_optimizer(config: dict[str, Any]) -> None:
+    """Raises `ConfigError` for an optimizer that there is not, or a setting that it has not."""
+    from deepspeed.ops import adagrad, adam, lamb, lion
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from torch import optim
+
+    name = _find_type(config, "optimizer", optim, DEEPSPEED_OPTIMIZERS, str.lower)
+    adams = (adam.FusedAdam, adam.DeepSpeedCPUAdam, optim.AdamW)
+    own: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys(("adam", "adamw"), adams),
+        "adagrad": (adagrad.DeepSpeedCPUAdagrad, optim.Adagrad),
+        "lamb": (lamb.FusedLamb,),
+        "lion": (lion.DeepSpeedCPULion, lion.FusedLion),
+    }
+    kinds = own.get(name.lower()) or [kind for kind in (getattr(optim, name, None),) if kind]
+    known = {key for kind in kinds for key in signature(kind).parameters} - {"params", "model_params"}
+    known |= {"adam": _OF_ADAM, "adamw": _OF_ADAM, "muon": _OF_MUON}.get(name.lower(), set())
+    params = config.get("optimizer", {}).get("params", {})
+    if known and (unknown := [key for key in params if key not in known]):
+        key = unknown[0]
+        hint = f"{nearest(key, known)}: known: {', '.join(sorted(known))}"
+        raise ConfigError(f"deepspeed: unknown setting optimizer.params.{key}={params[key]!r} of {name}{hint}")
+
+
+def _check_scheduler(config: dict[str, Any], lr: float) -> None:
+    """Raises `ConfigError` for a schedule that there is not, or that cannot be made with its settings."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+    from torch.optim import lr_scheduler
+
+    if not (name := _find_type(config, "scheduler", lr_scheduler, lr_schedules.VALID_LR_SCHEDULES)):
         return
+    params = config["scheduler"].get("params", {})
+    with refusing(f"deepspeed: scheduler={name}, params={params!r}"):
+        kind = getattr(lr_schedules, name, None) or getattr(lr_scheduler, name)
+        kind(torch.optim.AdamW([torch.zeros(1)], lr=lr), **params)
+
+
+def _find_type(
+    config: dict[str, Any], block: str, torch_has: ModuleType, known: list[str], spell: Callable[[str], str] = str
+) -> str:
+    """The type in a block, empty where there is no block.
+
+    Raises:
+        ConfigError: it is missing, or neither DeepSpeed's nor PyTorch's.
+    """
+    if block not in config:
+        return ""
     name = config[block].get("type")
     if name is None:
         raise ConfigError(f"deepspeed: {block}.type is missing: give it, or leave {block} out")
-    if spell(str(name)) not in known and not hasattr(torch_has, str(name)):
+    if spell(str(name)) not in known and not isinstance(getattr(torch_has, str(name), None), type):
         hint = f"known: {', '.join(known)}, and those of {torch_has.__name__}"
         raise ConfigError(f"deepspeed: {block}.type: {name!r} is none{nearest(spell(str(name)), known)}: {hint}")
+    return str(name)
 
 
 def _left_auto(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
