@@ -22,7 +22,8 @@ WRONG = {
     "bomb": (BOMB, "more than 100,000 values, those that aliases"),
     "merge": (BOMB + "seed: {<<: *a11}\n", "more than 100,000 values"),
     "null": ('\noutput: "a\\0b"\n', "line 2: not valid YAML: 'a\\x00b' has a null character"),
-    "half": ('data: {"\\ud800": 1}\n', "line 1: not valid YAML: '\\ud800' has a null character or a lone surrogate"),
+    "half": ('data: {"\\ud800": 1}\n', "line 1: not valid YAML: '\\ud800' has a lone surrogate"),
+    "digits": ("seed: " + "1" * 5000, "line 1: not valid YAML: a whole number of more than 1,000 digits; give a"),
     "itself": ("training: &a {b: *a}\n", "line 1: not valid YAML: an alias of what it stands in"),
     "long": ("# " + "x" * (1 << 20), "1,048,578 characters, more than 1,048,576"),
 }

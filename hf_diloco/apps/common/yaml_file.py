@@ -20,6 +20,8 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000
 """What a run file may hold: far more than any has, and less than what exhausts the stack or memory. Values that an
 alias repeats count each time."""
+MAX_DIGITS = 1000
+"""Of a whole number: Python reads none that is several times as long."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,7 +59,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem="an alias of what it stands in", problem_mark=mark)
         parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
         if isinstance(node, yaml.ScalarNode):
-            _check_characters(node)
+            _check_scalar(node)
             parts = ()
         self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in parts)
         if self._sizes[id(node)] > MAX_VALUES:
@@ -157,14 +159,17 @@ def _load(text: str) -> tuple[Any, yaml.Node | None]:
         loader.dispose()
 
 
-def _check_characters(node: yaml.Node) -> None:
-    """Raises `yaml.YAMLError` for escapes of what cannot be in a file's name, a message to other islands, or a log."""
+def _check_scalar(node: yaml.Node) -> None:
+    """Raises `yaml.YAMLError` for a number beyond the limit, or characters that no file name or message may have."""
+    problem = ""
+    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
+        problem = f"a whole number of more than {MAX_DIGITS:,} digits; give a smaller one"
     try:
-        is_usable = "\0" not in node.value.encode().decode()
-    except UnicodeEncodeError:  # a lone surrogate
-        is_usable = False
-    if not is_usable:
-        problem = f"{node.value!r} has a null character or a lone surrogate; leave it out"
+        if "\0" in node.value.encode().decode():
+            problem = f"{node.value!r} has a null character; leave it out"
+    except UnicodeEncodeError:
+        problem = f"{node.value!r} has a lone surrogate; leave it out"
+    if problem:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
