@@ -39,6 +39,11 @@ WRONG = {
     "training.metric_for_best_model=f1": "training.metric_for_best_model: no evaluation has 'f1'",
     "training.torch_compile_backend=x": "training.torch_compile_backend: 'X' is not a valid DynamoBackend",
     "training.accelerator_config=nosuch": "training.accelerator_config: no file 'nosuch'; give a JSON file",
+    "training.accelerator_config={gradient_accumulation_kwargs: {num_steps: 3}}": (
+        "training.accelerator_config.gradient_accumulation_kwargs.num_steps: set training.gradient_accumulation_steps"
+    ),
+    "training.accelerator_config={gradient_accumulation_kwargs: {x: 3}}": "accumulation_kwargs: .*argument 'x'",
+    "training.per_device_eval_batch_size=9999999": "input should be less than or equal to 1048576, got 9999999",
     "training.eval_accumulation_steps=0": "training.eval_accumulation_steps: input should be greater than 0, got 0",
     "training.data_seed=9223372036854775808": "training.data_seed: input should be less than 9223372036854775808",
     "training.label_names=[a]": "training.label_names cannot be set here",

@@ -47,7 +47,7 @@ DECIDED_ELSEWHERE = {
 
 _TOO_LARGE = 2**63
 _POSITIVE = (
-    *("learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("learning_rate", "gradient_accumulation_steps"),
     *("logging_steps", "save_steps", "eval_steps", "save_total_limit", "eval_accumulation_steps"),
     *("dataloader_prefetch_factor", "max_steps"),
 )
@@ -58,6 +58,7 @@ _NOT_NEGATIVE = (
 _RANGES: dict[str, Any] = {
     **dict.fromkeys(_POSITIVE, Field(gt=0, lt=_TOO_LARGE)),
     **dict.fromkeys(_NOT_NEGATIVE, Field(ge=0, lt=_TOO_LARGE)),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), Field(gt=0, le=2**20)),
     "ddp_bucket_cap_mb": Field(gt=0, lt=2**40),
     "dataloader_num_workers": Field(ge=0, le=1024),  # each a process
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Field(ge=0, lt=1)),
@@ -132,7 +133,7 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
 def _try_settings(args: TrainingArguments) -> None:
     """Makes what the Trainer makes of its arguments once data and model are ready, which may take hours."""
     import torch
-    from accelerate.utils import DynamoBackend
+    from accelerate.utils import DynamoBackend, GradientAccumulationPlugin
     from torch.utils.data import DataLoader
     from transformers import SchedulerType, Trainer, get_scheduler
     from transformers.training_args import OptimizerNames
@@ -149,6 +150,13 @@ def _try_settings(args: TrainingArguments) -> None:
     modes = torch._inductor.list_mode_options() if args.torch_compile_mode is not None else {}
     if args.torch_compile_mode not in (None, *modes):
         raise ConfigError(f"training.torch_compile_mode: {args.torch_compile_mode!r} is not one of {', '.join(modes)}")
+    config: Any = args.accelerator_config
+    accumulation = config.gradient_accumulation_kwargs or {}
+    where = "training.accelerator_config.gradient_accumulation_kwargs"
+    if "num_steps" in accumulation:
+        raise ConfigError(f"{where}.num_steps: set training.gradient_accumulation_steps instead")
+    with refusing(where):
+        GradientAccumulationPlugin(**accumulation)
     nothing: Any = torch.nn.ParameterList([torch.zeros(1)])
     optimizer: torch.optim.Optimizer = torch.optim.SGD(nothing.parameters(), lr=args.learning_rate)
     if not args.optim_target_modules:
