@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader
 
 from hf_diloco.apps.data.build import files_of_island, is_held_out, share_documents, text_hash, without_held_out
+from hf_diloco.apps.lm import assemble
+from hf_diloco.apps.lm.runfile import RunFile
+from hf_diloco.errors import FingerprintError
+from hf_diloco.membership.facts import Facts, compare_facts
 
 DOCUMENTS_PER_SHARD = 4
 
@@ -101,3 +106,15 @@ def test_hash_depends_on_the_text_alone(text: str) -> None:
 
 def test_hash_is_the_same_on_every_machine() -> None:
     assert text_hash("naïve") == 0xBEF26892EEEB4CDC
+
+
+def test_islands_that_share_in_other_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "tokenizer_hash", lambda _: "t")
+
+    def facts(shares: str) -> Facts:
+        run = RunFile.model_validate({"name": "x", "training": {"max_steps": 1}, "data": {"shares": shares}})
+        data: Any = SimpleNamespace(eval_hash="e")
+        return assemble.facts_of(run, data, data)
+
+    with pytest.raises(FingerprintError, match=r"data.shares differs \(island 0: iid, island 1: same\)"):
+        compare_facts([facts("iid"), facts("same")])

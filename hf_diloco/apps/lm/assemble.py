@@ -32,6 +32,7 @@ from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.inner.fsdp2 import is_fsdp2
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.facts import Facts
 from hf_diloco.optimizers import callbacks_of, make_optimizer
 from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.callback import DiLoCoCallback
@@ -143,13 +144,19 @@ def _outer_loop(
     stop_file = run.island_folder() / STOP_FILE
     if config is None:
         return PlainCallback(run.diloco, run.data.sequence_length, stop_file)
-    facts: dict[str, str | int | float | bool | None] = {
+    facts, checkpoint = facts_of(run, data, tokenizer), run.checkpoint_given()
+    return make_callback(config, fingerprint=facts, resume_from_checkpoint=checkpoint, stop_file=stop_file)
+
+
+def facts_of(run: RunFile, data: Datasets, tokenizer: PreTrainedTokenizerBase) -> Facts:
+    """What must be equal on all islands, besides what the callback compares."""
+    return {
         "tokenizer": tokenizer_hash(tokenizer),
         "sequence_length": run.data.sequence_length,
+        "data.shares": run.data.shares,  # else shares overlap
         "evaluation_data": data.eval_hash,
         "seed": run.seed,
     }
-    return make_callback(config, fingerprint=facts, resume_from_checkpoint=run.checkpoint_given(), stop_file=stop_file)
 
 
 def _trainer(
