@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from tests.distributed.torchrun import torchrun
-from tests.processes import ROOT, Process, Processes, find_free_port, run
+from tests.processes import ROOT, Processes, run
 from tests.s3 import S3Server
 from tests.store_servers import serving
+from tests.trainer_islands import assert_equal, start, tcp, trained_weights
 
 pytestmark = pytest.mark.distributed
 
@@ -68,55 +69,25 @@ def run_islands(
     return [torch.load(folder / f"{island}.pt", weights_only=True) for island in range(2)]
 
 
-def start_trainer(
-    processes: Processes, folder: Path, island: int, where: str, env: dict[str, str] | None = None, **settings: Any
-) -> Process:
-    """Starts an island of two ranks that trains with the Trainer, its `fsdp` and `fsdp_config`."""
-    whole = {
-        "output_dir": str(folder / f"island-{island}"),
-        "result": str(folder / f"result-{island}.json"),
-        "data_seed": island,
-        "max_steps": 6,
-        "save_steps": 2,
-        "fsdp": {"state_dict_type": SHARDED},
-        **settings,
-        "diloco": {"sync_every": 2, "join_timeout": 120, **settings.get("diloco", {})},
-    }
-    environment = {"HF_DILOCO_ISLAND": island, "HF_DILOCO_NUM_ISLANDS": 2, "HF_DILOCO_RENDEZVOUS": where}
-    program = ROOT / "tests" / "programs" / "trainer_island.py"
-    command = torchrun(2, program, json.dumps(whole))
-    return processes.spawn(command, env={**environment, **(env or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT})
+start_trainer = partial(start, num_ranks=2, max_steps=6, save_steps=2)
+"""Starts an island of two ranks that trains with the Trainer and its `fsdp_config`."""
 
 
-def run_trainers(folder: Path, where: str, **settings: Any) -> list[dict[str, torch.Tensor]]:
+def run_trainers(folder: Path, **settings: Any) -> list[dict[str, torch.Tensor]]:
     """The trained weights of both islands."""
+    rendezvous = tcp()
     with Processes() as processes:
-        started = [start_trainer(processes, folder, island, where, **settings) for island in range(2)]
+        started = [start_trainer(processes, folder, island, rendezvous, **settings) for island in range(2)]
         for process in started:
             process.wait(timeout=280)
-    return weights_of_trainers(folder)
-
-
-def weights_of_trainers(folder: Path) -> list[dict[str, torch.Tensor]]:
-    return [torch.load(folder / f"result-{island}.json.pt", weights_only=True) for island in range(2)]
-
-
-def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def tcp() -> str:
-    return f"tcp://127.0.0.1:{find_free_port()}"
+    return trained_weights(folder)
 
 
 def assert_agree(results: list[Result]) -> None:
-    (weights, hashes), (others, other_hashes) = results
+    (mine, hashes), (others, other_hashes) = results
     assert len(hashes) == 3
     assert hashes == other_hashes
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert_equal(mine, others)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +146,7 @@ def test_the_trainer_with_bf16_and_a_disk_that_is_full_once(tmp_path: Path) -> N
         "full_disk_at": 4,
         "fsdp": {"activation_checkpointing": True, "state_dict_type": SHARDED},
     }
-    assert_equal(*run_trainers(tmp_path, tcp(), **settings))
+    assert_equal(*run_trainers(tmp_path, **settings))
     for island in range(2):
         folder = tmp_path / f"island-{island}"
         assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
@@ -186,7 +157,7 @@ def test_the_trainer_with_bf16_and_a_disk_that_is_full_once(tmp_path: Path) -> N
 def test_a_whole_checkpoint_and_a_disk_that_is_full_once(tmp_path: Path) -> None:
     """One rank writes what is gathered, while the other waits."""
     settings = {"lora": True, "full_disk_at": 4, "fsdp": {"state_dict_type": "FULL_STATE_DICT"}}
-    first, second = run_trainers(tmp_path, tcp(), **settings)
+    first, second = run_trainers(tmp_path, **settings)
     assert_equal(first, second)
     assert all("lora" in name for name in first)
 
@@ -208,15 +179,18 @@ def meeting_place(kind: str, folder: Path) -> Iterator[tuple[str, dict[str, str]
 @pytest.mark.parametrize("kind", ["file", "s3", "http", "tcp"])
 def test_killed_and_back(tmp_path: Path, kind: str) -> None:
     """Both ranks of island 1 are killed at step 3; it comes back, and both end with equal weights."""
-    diloco = {"min_islands": 2, "max_islands": 3}
+    settings: dict[str, Any] = {
+        "fsdp": {"state_dict_type": SHARDED},
+        "diloco": {"min_islands": 2, "max_islands": 3},
+    }
     with meeting_place(kind, tmp_path) as (where, env), Processes() as processes:
-        start = partial(start_trainer, processes, tmp_path, where=where, env=env, diloco=diloco)
-        survivor = start(island=0)
-        start(island=1, fail_at=3).wait(timeout=280, expect=None)
-        back = start(island=1, resume="common")
+        start_one = partial(start_trainer, processes, tmp_path, rendezvous=where, env=env, **settings)
+        survivor = start_one(island=0)
+        start_one(island=1, fail_at=3).wait(timeout=280, expect=None)
+        back = start_one(island=1, resume="common")
         back.wait(timeout=280)
         survivor.wait(timeout=280)
-    assert_equal(*weights_of_trainers(tmp_path))
+    assert_equal(*trained_weights(tmp_path))
 
 
 @pytest.mark.slow

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.matrix import CELL_NAMES, findings
-from tests.distributed.torchrun import torchrun
-from tests.processes import ROOT, Processes, find_free_port
+from tests.processes import Processes
+from tests.records import events
+from tests.trainer_islands import assert_equal, start, tcp, trained_weights
 
 NUM_ROUNDS = 3
-PROGRAM = ROOT / "tests" / "programs" / "trainer_island.py"
 
 
 @pytest.mark.distributed
@@ -54,66 +52,31 @@ DDP = {"extra": {"ddp_backend": "gloo"}}
 )
 def test_islands_with_other_shards(kinds: tuple[Kind, Kind], tmp_path: Path) -> None:
     """Real islands, made from different seeds: equal outer parameters after every round, equal weights at the end."""
-    rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+    rendezvous = tcp()
+    common: dict[str, Any] = {"per_device_batch": 2, "max_steps": 2 * NUM_ROUNDS}
     with Processes() as processes:
         started = [
-            processes.spawn(
-                torchrun(kind.num_ranks, PROGRAM, json.dumps(_settings(kind, island, tmp_path))),
-                env={
-                    "HF_DILOCO_ISLAND": island,
-                    "HF_DILOCO_NUM_ISLANDS": len(kinds),
-                    "HF_DILOCO_RENDEZVOUS": rendezvous,
-                },
+            start(
+                *(processes, tmp_path, island, rendezvous, kind.num_ranks),
+                **{**common, "model_seed": island + 1, **kind.settings},
             )
             for island, kind in enumerate(kinds)
         ]
         for process in started:
             process.wait(timeout=200)
-    first, second = (_events(tmp_path / str(island)) for island in range(2))
-    _check_records(first, second, kinds)
-    weights = [torch.load(tmp_path / f"{island}.json.pt") for island in range(2)]
-    assert _find_difference(*weights) is None
-
-
-def _settings(kind: Kind, island: int, folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder / str(island)),
-        "result": str(folder / f"{island}.json"),
-        "model_seed": island + 1,
-        "data_seed": island,
-        "per_device_batch": 2,
-        "max_steps": 2 * NUM_ROUNDS,
-        "diloco": {"sync_every": 2, "join_timeout": 120, "sync_timeout": 60, "exchange_timeout": 60},
-        **kind.settings,
-    }
-
-
-def _events(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    events: dict[str, list[dict[str, Any]]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        events.setdefault(event["event"], []).append(event)
-    return events
-
-
-def _check_records(first: dict[str, Any], second: dict[str, Any], kinds: tuple[Kind, Kind]) -> None:
-    for events, kind in zip((first, second), kinds, strict=True):
-        (start,), (end,) = events["start"], events["end"]
-        assert start["num_ranks"] == kind.num_ranks
-        assert end["on_boundary"]
-        assert end["rounds"] == NUM_ROUNDS
+    folders = [tmp_path / f"island-{island}" for island in range(2)]
+    starts = [events(folder, "start") for folder in folders]
+    syncs = [events(folder, "sync") for folder in folders]
+    for folder, kind, (started_with,), rounds in zip(folders, kinds, starts, syncs, strict=True):
+        (end,) = events(folder, "end")
+        assert (started_with["num_ranks"], end["on_boundary"], end["rounds"]) == (kind.num_ranks, True, NUM_ROUNDS)
         # All that an island sends is its pseudo-gradient, once, however its ranks share it.
-        payload = 4 * start["num_parameters"]
-        assert [sync["bytes_sent"] for sync in events["sync"]] == [payload] * NUM_ROUNDS
-        assert [sync["bytes_received"] for sync in events["sync"]] == [payload] * NUM_ROUNDS
-    hashes = [[sync["outer_hash"] for sync in events["sync"]] for events in (first, second)]
-    assert hashes[0] == hashes[1]
-    assert len(set(hashes[0])) == NUM_ROUNDS  # and the parameters moved in each
-    assert first["start"][0]["params_hash"] == second["start"][0]["params_hash"]
-    losses = [[event["loss"] for event in events["train"]] for events in (first, second)]
+        payload = 4 * started_with["num_parameters"]
+        assert [(sync["bytes_sent"], sync["bytes_received"]) for sync in rounds] == [(payload, payload)] * NUM_ROUNDS
+    hashes, others = ([sync["outer_hash"] for sync in rounds] for rounds in syncs)
+    assert hashes == others
+    assert len(set(hashes)) == NUM_ROUNDS  # and the parameters moved in each
+    assert starts[0][0]["params_hash"] == starts[1][0]["params_hash"]
+    losses = [[event["loss"] for event in events(folder, "train")] for folder in folders]
     assert losses[0] != losses[1]  # the islands saw data of their own
-
-
-def _find_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> str | None:
-    assert first.keys() == second.keys()
-    return next((name for name, values in first.items() if not torch.equal(values, second[name])), None)
+    assert_equal(*trained_weights(tmp_path))

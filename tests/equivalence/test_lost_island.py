@@ -11,44 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.processes import ROOT, Completed, Processes, find_free_port
+from tests.processes import Completed, Processes
+from tests.trainer_islands import assert_equal, environment, start, tcp, trained_weights
 
 pytestmark = pytest.mark.distributed
 
-PROGRAM = ROOT / "tests" / "programs" / "trainer_island.py"
-
-
-def start(processes: Processes, folder: Path, island: int, rendezvous: str, **settings: Any) -> Any:
-    whole = {
-        "output_dir": str(folder / f"island-{island}"),
-        "result": str(folder / f"result-{island}.json"),
-        "data_seed": island,
-        "max_steps": 8,
-        "save_steps": 2,
-        "diloco": {"sync_every": 2, "sync_timeout": 60, "exchange_timeout": 60, "join_timeout": 60},
-        **settings,
-    }
-    return processes.spawn([sys.executable, PROGRAM, json.dumps(whole)], env=environment(island, rendezvous))
-
-
-def environment(island: int, rendezvous: str) -> dict[str, Any]:
-    return {
-        "HF_DILOCO_ISLAND": island,
-        "HF_DILOCO_NUM_ISLANDS": 2,
-        "HF_DILOCO_RENDEZVOUS": rendezvous,
-        "MASTER_PORT": find_free_port(),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": ROOT,
-    }
+SETTINGS: dict[str, Any] = {"max_steps": 8, "save_steps": 2, "diloco": {"sync_timeout": 60, "exchange_timeout": 60}}
 
 
 def run_both(folder: Path, resume: bool = False, expect: int | None = 0, **settings: Any) -> list[Completed]:
-    rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+    rendezvous = tcp()
     settings["resume"] = "common" if resume else None
     with Processes() as processes:
-        islands = [start(processes, folder, island, rendezvous, **settings) for island in range(2)]
+        islands = [start(processes, folder, island, rendezvous, **SETTINGS | settings) for island in range(2)]
         return [island.wait(timeout=150, expect=expect) for island in islands]
 
 
@@ -60,39 +36,33 @@ def test_an_island_that_lost_its_disk_goes_on_from_a_copy_of_anothers_checkpoint
     assert all(end.returncode and "can take a copy of another island's newest" in end.output for end in ends)
     shutil.copytree(kept, lost / kept.name)
     run_both(tmp_path, resume=True)
-    first, second = (torch.load(tmp_path / f"result-{i}.json.pt", weights_only=True) for i in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_equal(*trained_weights(tmp_path))
     assert json.loads((lost / "checkpoint-8" / "diloco" / "outer.json").read_text())["round"] == 4
 
 
 def test_a_killed_island_is_named_and_the_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run_both(whole)
-    rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+    rendezvous = tcp()
     with Processes() as processes:
-        survivor = start(processes, broken, 0, rendezvous)
-        start(processes, broken, 1, rendezvous, fail_at=5)
+        survivor = start(processes, broken, 0, rendezvous, **SETTINGS)
+        start(processes, broken, 1, rendezvous, **SETTINGS, fail_at=5)
         ended = survivor.wait(timeout=150, expect=None)
     assert ended.returncode != 0
     assert "IslandLostError: island 1 lost before round 3: the connection broke" in ended.output
     assert "resumes from the newest round" in ended.output
     pending = json.loads((broken / "island-0" / "checkpoint-6" / "diloco" / "outer.json").read_text())
-    assert (pending["round"], pending["steps_since_sync"]) == (
-        2,
-        2,
-    )  # the round that could not take place is still due
+    assert (pending["round"], pending["steps_since_sync"]) == (2, 2), "the round that could not take place is due"
     run_both(broken, resume=True)
-    for island in range(2):
-        first = torch.load(whole / f"result-{island}.json.pt", weights_only=True)
-        second = torch.load(broken / f"result-{island}.json.pt", weights_only=True)
-        assert all(torch.equal(first[name], second[name]) for name in first)
+    for first, second in zip(trained_weights(whole), trained_weights(broken), strict=True):
+        assert_equal(first, second)
 
 
 def test_loops_of_which_one_was_killed_go_on_from_the_newest_round_that_both_hold(tmp_path: Path) -> None:
     """Island 1 dies before it saves step 9; island 0 keeps that, and step 6 of the round before."""
 
     def train(name: str, *options: str, expect: int | None = 0) -> list[str]:
-        rendezvous = f"tcp://127.0.0.1:{find_free_port()}"
+        rendezvous = tcp()
         command: list[str | os.PathLike[str]] = [
             sys.executable,
             "-m",
