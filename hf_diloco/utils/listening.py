@@ -27,8 +27,6 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from torch.distributed import ProcessGroupGloo
-
 from hf_diloco.utils.urls import host_and_port
 
 logger = logging.getLogger(__name__)
@@ -117,6 +115,8 @@ class GlooListener:
     """
 
     def __init__(self, address: str, hosts: Collection[str]) -> None:
+        from torch.distributed import ProcessGroupGloo  # the server of a store needs no torch
+
         with _creating:  # what listens afterwards and did not before is the device's
             for _ in range(_MAX_DEVICES):
                 before = _listening()

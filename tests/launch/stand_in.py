@@ -16,15 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hf_diloco.cli.display import make_display, terminal
-from hf_diloco.cli.launch import Launcher
-from hf_diloco.cli.plan import IslandPlan
-
 PROGRAM = (sys.executable, "-m", "tests.launch.stand_in")
 STEP_SECONDS = 0.05
 
 
 def launch(folder: Path, behaviours: list[dict[str, Any]], grace: float, way_back: str) -> int:
+    from hf_diloco.cli.display import make_display, terminal  # which agents and ranks need not import
+    from hf_diloco.cli.launch import Launcher
+    from hf_diloco.cli.plan import IslandPlan
+
     plans = [
         IslandPlan(
             number,

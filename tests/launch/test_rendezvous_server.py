@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from benchmarks.chaos import run_file
+from hf_diloco.cli.main import app
+from hf_diloco.errors import ConfigError, RendezvousError
 from tests.processes import Process, Processes, find_free_port, run
 from tests.records import events
 
@@ -86,11 +90,12 @@ def test_ctrl_c_ends_the_server(tmp_path: Path, own_address: str) -> None:
         (["127.0.0.1:{taken}", "--folder", "x"], "port {taken} on 127.0.0.1 is in use"),
     ],
 )
-def test_what_cannot_be_served_is_one_clear_error(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_one_clear_error(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"free": find_free_port(), "taken": taken.getsockname()[1]}
         words = [argument.format(**ports) for argument in arguments]
-        ended = run([*COMMAND, "rendezvous", *words], cwd=tmp_path, expect=None)
-    assert ended.returncode != 0
-    assert message.format(**ports) in " ".join(ended.output.split())
-    assert "Traceback" not in ended.output
+        with pytest.raises((ConfigError, RendezvousError), match=re.escape(message.format(**ports))):
+            CliRunner().invoke(app, ["rendezvous", *words], catch_exceptions=False)

@@ -21,6 +21,7 @@ CHEAP_MODULES = [
     "hf_diloco",
     "hf_diloco.cli.status",
     "hf_diloco.config.diloco",
+    "hf_diloco.store.server",
 ]
 """Besides those of which other tests say more: the commands' help, run files, the report."""
 
