@@ -1,7 +1,9 @@
-"""What `TrainingArguments` say of an island, and which of them the outer loop cannot work with."""
+"""What the Trainer and `OuterLoop` are given: what it says of an island, and what no outer loop can work with."""
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -10,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
+from hf_diloco.inner import refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.membership.facts import Facts
 from hf_diloco.trainer.ignored_settings import warn_of_ignored
 from hf_diloco.trainer.refusals import follows_evaluations, is_schedule_free, refuse, refuse_uncounted
@@ -180,3 +186,92 @@ def name_evaluated(logs: Mapping[str, Any]) -> str | None:
 def floats(values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers among what the Trainer logs."""
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
+class CommonSteps:
+    """When nodes evaluate and save: after the same steps, however their data lie, and wherever they have begun.
+
+    One that has entered is elsewhere in its data, so its own epochs end after other steps. What is to be done after
+    epochs is done after the steps at which those of the others end.
+
+    Args:
+        args: of the Trainer.
+        loader: of the training data.
+        with_others: an evaluation takes a mean over all nodes.
+        evaluates_at_end: the Trainer is to evaluate after the last step, whatever its arguments say.
+        passed: the step up to which other nodes have evaluated already: they come to no mean of these steps.
+    """
+
+    def __init__(
+        self, args: TrainingArguments, loader: Any, with_others: bool, evaluates_at_end: bool, passed: int
+    ) -> None:
+        counts_epochs = has_length(loader)
+        self._saves = counts_epochs and args.save_strategy == SaveStrategy.EPOCH
+        self._evaluates = counts_epochs and with_others and args.eval_strategy == IntervalStrategy.EPOCH
+        self._steps_per_epoch = max(1, -(-len(loader) // args.gradient_accumulation_steps)) if counts_epochs else 0
+        self._eval_delay = args.eval_delay
+        self._evaluates_at_end = evaluates_at_end
+        self._passed = passed if with_others else 0
+
+    def end_step(self, state: TrainerState, control: TrainerControl) -> None:
+        """What follows a step."""
+        step, is_last = state.global_step, state.global_step >= state.max_steps
+        if (self._saves or self._evaluates) and (is_last or step % self._steps_per_epoch == 0):
+            control.should_save |= self._saves
+            control.should_evaluate |= self._evaluates and self._eval_delay <= step / self._steps_per_epoch
+        control.should_evaluate |= is_last and self._evaluates_at_end
+        control.should_evaluate &= step > self._passed
+
+    def end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
+        """What follows an epoch of this node's own; called before other callbacks ask for more."""
+        control.should_save &= not self._saves
+        control.should_evaluate &= not self._evaluates and state.global_step > self._passed
+
+
+def check_weight(weight: Any) -> float:
+    """A step's weight as a number; raises `ConfigError` unless it is one."""
+    try:
+        number = float(weight or 0.0)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
+        number = math.nan
+    if isinstance(weight, str) or not 0 <= number < math.inf:
+        raise ConfigError(f"step(weight={weight!r}): give the number of examples or tokens of the step, 0 or more")
+    return number
+
+
+def check_count(name: str, value: Any, call: str = "OuterLoop") -> int | None:
+    """A number of steps, rounds or checkpoints; None if it is not given. Raises `ConfigError` unless it is one."""
+    try:
+        number = None if value is None else operator.index(value)
+    except TypeError:
+        number = 0
+    if number is not None and (number < 1 or isinstance(value, bool)):
+        raise ConfigError(f"{call}(..., {name}={value!r}): give a whole number from 1 on, or leave it out")
+    return number
+
+
+def check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
+    """Raises unless these are what they should be, and belong together; warns of settings that DeepSpeed ignores."""
+    call = "call OuterLoop(accelerator, model, optimizer, config)"
+    for name, value, kind in (("accelerator", accelerator, Accelerator), ("model", model, nn.Module)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is a {type(value).__name__}: {call}")
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} that this Accelerator has not prepared: give what "
+            "accelerator.prepare(model, optimizer) returned"
+        )
+    remedy = "give both as one call of accelerator.prepare(model, optimizer) returned them"
+    refuse_foreign_optimizer(model, optimizer, remedy)
+    warn_of_ignored(accelerator.state.deepspeed_plugin)
+
+
+def settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+    """What `REFUSALS` names of an Accelerator and of what it has prepared."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return {
+        "optim": type(unwrap_optimizer(optimizer)).__name__,
+        "fsdp_config": {"version": plugin.fsdp_version} if plugin else None,
+        "parallelism_config": accelerator.parallelism_config,
+        "ProjectConfiguration.total_limit": accelerator.project_configuration.total_limit,
+    }

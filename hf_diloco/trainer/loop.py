@@ -24,8 +24,8 @@ from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
+from hf_diloco.trainer.arguments import check_count, check_prepared, check_weight, settings_of
 from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
-from hf_diloco.trainer.loop_arguments import check_count, check_prepared, check_weight, settings_of
 from hf_diloco.trainer.progress import Progress, Speed, launchers_folder
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.refusals import refuse

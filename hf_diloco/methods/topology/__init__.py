@@ -1,30 +1,38 @@
-"""Graphs of decentralised training, with their weights: the registry.
+"""Graphs of decentralised training, with their weights: the registry, and a user's own.
 
 Imports neither torch nor networkx.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.methods.topology.base import PeriodicTopology, Topology
+from hf_diloco.methods.topology.base import PeriodicTopology, Topology, Weights, check_weights
 from hf_diloco.methods.topology.graphs import (
     exponential,
     full,
     grid,
     hypercube,
+    metropolis,
     one_peer_exponential,
     ring,
     star,
     symmetric_exponential,
 )
 from hf_diloco.methods.topology.matching import RandomMatching
-from hf_diloco.methods.topology.own import SUFFIXES, from_file, from_graph, from_weights
 from hf_diloco.methods.topology.stability import check_decentlam, check_momentum_consensus, largest_stable_beta
 from hf_diloco.utils.own_files import FORM, is_own, load_own
 from hf_diloco.utils.text import nearest
+
+if TYPE_CHECKING:
+    from networkx import Graph
 
 GRAPHS: dict[str, Callable[[int], Topology]] = {
     "ring": ring,
@@ -39,12 +47,15 @@ GRAPHS: dict[str, Callable[[int], Topology]] = {
 }
 """What makes each graph from the number of its nodes."""
 
+SUFFIXES = (".npy", ".csv", ".json")
+"""Files that `from_file` reads."""
+
 
 def make_topology(name: str, num_nodes: int | None = None, seed: int = 0) -> Topology:
     """The graph of that name, or a user's own.
 
     Args:
-        name: one of `GRAPHS` (with - or _), the path of a file of weights (see `own.from_file`), or a user's own
+        name: one of `GRAPHS` (with - or _), the path of a file of weights (see `from_file`), or a user's own
             class, made with the number of nodes, as FILE.py:CLASS.
         num_nodes: how many take part; may be left out for a file, which says it.
         seed: of random matchings.
@@ -92,6 +103,87 @@ def _own_graph(name: str, num_nodes: int) -> Topology:
         )
     topology.check()
     return topology
+
+
+def from_weights(weights: ArrayLike, name: str = "own weights") -> PeriodicTopology:
+    """Weights as they are given.
+
+    Args:
+        weights: numbers [num_nodes, num_nodes], or [period, num_nodes, num_nodes] for weights that change; see
+            `Topology.weights`.
+        name: what messages call them.
+
+    Raises:
+        ConfigError: no such numbers; or they are not doubly stochastic, or do not bring all nodes to their mean.
+    """
+    try:
+        matrices = np.asarray(weights, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: no matrix of numbers ({error}); give rows of equal length") from None
+    if matrices.ndim not in (2, 3) or not matrices.size:
+        raise ConfigError(
+            f"{name}: weights of shape {matrices.shape}: give a matrix, or a stack of them for weights that change"
+        )
+    for matrix in matrices.reshape(-1, *matrices.shape[-2:]):
+        check_weights(matrix, name)
+    topology = PeriodicTopology(name, matrices)
+    topology.check()
+    return topology
+
+
+def from_file(path: str | Path) -> PeriodicTopology:
+    """Weights from a file: .npy (an array of numbers), .csv (a row a line, commas) or .json (lists of numbers).
+
+    Raises:
+        ConfigError: the file is missing or is none of these; or as `from_weights`.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path}: weights are read from files that end in {', '.join(SUFFIXES)}")
+    try:
+        weights = _read(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; give a file of weights, or a graph's name") from None
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not read as {path.suffix[1:]} ({reason}); write the numbers anew") from None
+    return from_weights(weights, str(path))
+
+
+def from_graph(graph: Graph, name: str = "own graph") -> PeriodicTopology:
+    """Metropolis weights of a networkx graph.
+
+    Args:
+        graph: undirected and connected. Nodes are numbered in its order, unless their labels are 0 to n - 1.
+        name: what messages call it.
+
+    Raises:
+        ConfigError: the graph is directed, empty or not connected.
+    """
+    if graph.is_directed():
+        raise ConfigError(
+            f"{name}: a directed graph has no Metropolis weights; give graph.to_undirected(), or a matrix of weights"
+        )
+    if not len(graph):
+        raise ConfigError(f"{name}: a graph without nodes; add one for each that takes part")
+    weights = metropolis(graph)
+    labels = list(graph)
+    if set(labels) == set(range(len(labels))):
+        order = np.argsort(labels)
+        weights = weights[np.ix_(order, order)]
+    return from_weights(weights, name)
+
+
+def _read(path: Path) -> ArrayLike:
+    if path.suffix == ".npy":
+        with path.open("rb") as file:
+            array: Weights = np.lib.format.read_array(file, allow_pickle=False)
+        return array
+    if path.suffix == ".json":
+        loaded: ArrayLike = json.loads(path.read_text())
+        return loaded
+    lines = (line for line in path.read_text().splitlines() if line.strip())
+    return np.array([[float(word) for word in line.split(",")] for line in lines])
 
 
 __all__ = [
