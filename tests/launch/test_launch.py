@@ -77,22 +77,6 @@ class Launches:
     def island(self, number: int) -> Path:
         return self.run / f"island-{number}"
 
-    def wait_for_step(self, launched: Process, step: int) -> None:
-        """Until both islands have trained `step` steps."""
-        deadline = time.monotonic() + PATIENCE
-        for number in (0, 1):
-            while self._step(number) < step:
-                assert launched.popen.poll() is None, launched.output
-                assert time.monotonic() < deadline, launched.output
-                time.sleep(0.05)
-
-    def _step(self, number: int) -> int:
-        try:
-            progress = json.loads((self.island(number) / "progress.json").read_text())
-        except (FileNotFoundError, ValueError):
-            return -1
-        return int(progress["step"]) if progress["state"] != "starting" else -1
-
     def checkpoints(self, number: int) -> list[int]:
         return sorted(int(path.name.split("-")[1]) for path in self.island(number).glob("checkpoint-*"))
 
@@ -150,7 +134,7 @@ def test_a_run_from_start_to_table(launches: Launches, deepspeed: bool, num_proc
 
 def test_ctrl_c_and_resume(launches: Launches) -> None:
     launched = launches.start(400)
-    launches.wait_for_step(launched, 6)
+    records.wait_for_step(launched, launches.run, 0, 1, step=6)
     told = run([*PROGRAM[:-1], "status", launches.run, "--json"], timeout=60).output
     seen = RunStatus.model_validate_json(told)
     assert [(island.island, island.presence, island.num_ranks) for island in seen.islands] == [
@@ -186,7 +170,7 @@ def kill_in_island_1(launched: Process, module: str) -> None:
 
 def test_a_killed_rank_and_resume(launches: Launches) -> None:
     launched = launches.start(400, "training.save_steps=4", deepspeed=False)
-    launches.wait_for_step(launched, 10)
+    records.wait_for_step(launched, launches.run, 0, 1, step=10)
     kill_in_island_1(launched, "hf_diloco.apps.lm")
     output = launched.wait(timeout=120, expect=1).output
     assert "error: island 1 failed (SIGKILL)" in output
@@ -202,7 +186,7 @@ def test_a_killed_rank_and_resume(launches: Launches) -> None:
 
 def test_a_killed_accelerate_leaves_no_orphan(launches: Launches) -> None:
     launched = launches.start(400)
-    launches.wait_for_step(launched, 6)
+    records.wait_for_step(launched, launches.run, 0, 1, step=6)
     kill_in_island_1(launched, "hf_diloco.apps.common.island_store")
     output = launched.wait(timeout=120, expect=1).output
     assert "error: island 1 failed (SIGKILL)" in output
@@ -213,7 +197,7 @@ def test_a_killed_accelerate_leaves_no_orphan(launches: Launches) -> None:
 
 def test_a_killed_launcher_leaves_checkpoints_and_no_process(launches: Launches) -> None:
     launched = launches.start(400, deepspeed=False)
-    launches.wait_for_step(launched, 6)
+    records.wait_for_step(launched, launches.run, 0, 1, step=6)
     launched.kill()
     deadline = time.monotonic() + 40
     while launches.processes.alive() and time.monotonic() < deadline:

@@ -13,6 +13,7 @@ from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.report import load_run, summarise
 from hf_diloco.utils.files import STOP_FILE
 from tests.processes import ROOT, Processes, run
+from tests.records import wait_for_step
 
 pytestmark = pytest.mark.distributed
 LAUNCH: list[str | os.PathLike[str]] = [sys.executable, "-m", "hf_diloco.cli", "launch", "--islands", "2"]
@@ -46,8 +47,7 @@ def test_launchers_of_ranks_get_ports_of_their_own(launcher: list[str], tmp_path
 def test_ctrl_c_leaves_a_checkpoint_of_each_island(tmp_path: Path, processes: Processes) -> None:
     command = [*LAUNCH, "--output", tmp_path / "runs", "--", "python", *SCRIPT, tmp_path / "out", "100000"]
     launcher = processes.spawn(command)
-    launcher.wait_for("island 0 .*training.*step")
-    launcher.wait_for("island 1 .*training.*step")
+    wait_for_step(launcher, tmp_path / "runs" / SCRIPT[1], 0, 1)
     launcher.interrupt()
     output = launcher.wait().output
     assert "islands 0 and 1 finish the step and write a checkpoint" in output
@@ -76,8 +76,7 @@ def test_a_loop_shows_where_it_is_and_has_a_report(tmp_path: Path, processes: Pr
 def test_ctrl_c_has_a_loop_that_asks_save_and_go_on_from_there(tmp_path: Path, processes: Processes) -> None:
     place: list[str | os.PathLike[str]] = ["--output", tmp_path / "runs", "--", "python", *LOOP, tmp_path / "out"]
     launcher = processes.spawn([*LAUNCH, *place, "100000", "--asks"])
-    for island in "01":
-        launcher.wait_for(rf"island {island} .*training, step \d+/100000, round")
+    wait_for_step(launcher, tmp_path / "runs" / LOOP[1], 0, 1, step=5)
     launcher.interrupt()
     output = launcher.wait().output
     assert "islands 0 and 1 finish the step and write a checkpoint" in output
@@ -96,8 +95,7 @@ def test_ctrl_c_has_a_loop_that_asks_save_and_go_on_from_there(tmp_path: Path, p
 def test_ctrl_c_ends_a_loop_that_does_not_ask_at_once(tmp_path: Path, processes: Processes) -> None:
     command = [*LAUNCH, "--output", tmp_path / "runs", "--", "python", *LOOP, tmp_path / "out", "100000"]
     launcher = processes.spawn(command)
-    for island in "01":
-        launcher.wait_for(rf"island {island} .*training")
+    wait_for_step(launcher, tmp_path / "runs" / LOOP[1], 0, 1)
     launcher.interrupt()
     output = launcher.wait(expect=130).output
     assert "no script has called should_stop() yet, ending islands 0 and 1" in output

@@ -22,6 +22,7 @@ from hf_diloco.errors import ConfigError
 from tests.clocks import AT_ONCE
 from tests.launch.stand_in import PROGRAM
 from tests.processes import Process, Processes
+from tests.records import wait_for_step
 
 LONG: Mapping[str, object] = {"steps": 1200}  # a minute: longer than any of these tests
 
@@ -32,15 +33,6 @@ def launch(processes: Processes, folder: Path, *behaviours: Mapping[str, object]
 
 def checkpoints(folder: Path, island: int) -> list[str]:
     return [path.name for path in (folder / f"island-{island}").glob("checkpoint-*")]
-
-
-def wait_until_training(folder: Path, *islands: int) -> None:
-    deadline = time.monotonic() + 20
-    for island in islands:
-        file = folder / f"island-{island}" / "progress.json"
-        while not (file.exists() and json.loads(file.read_text())["state"] == "training"):
-            assert time.monotonic() < deadline, f"island {island} never trained"
-            time.sleep(0.02)
 
 
 def pids(folder: Path, island: int) -> dict[str, int]:
@@ -96,7 +88,7 @@ def test_a_failure_before_training_ends_the_others_at_once(tmp_path: Path, proce
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_stops_with_checkpoints(tmp_path: Path, processes: Processes, number: signal.Signals) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
-    wait_until_training(tmp_path, 0, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     os.kill(launched.pid, number)
     launched.wait(expect=3)
     assert checkpoints(tmp_path, 0)
@@ -106,7 +98,7 @@ def test_a_signal_stops_with_checkpoints(tmp_path: Path, processes: Processes, n
 
 def test_an_island_that_saved_as_asked_has_not_failed(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, LONG, {**LONG, "misses_the_others": True})
-    wait_until_training(tmp_path, 0, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     launched.interrupt()
     assert "island 1 stopped, with a checkpoint (round 3 did not take place" in launched.wait(expect=3).output
 
@@ -115,7 +107,7 @@ def test_an_island_whose_folder_takes_no_file_keeps_no_other_from_its_checkpoint
     tmp_path: Path, processes: Processes
 ) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
-    wait_until_training(tmp_path, 0, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     (tmp_path / "island-0" / "stop").symlink_to(tmp_path / "no folder" / "stop")
     launched.interrupt()
     assert "island 0 cannot be asked for a checkpoint, ending it" in launched.wait(expect=130).output
@@ -142,7 +134,7 @@ def test_ctrl_c_before_training(tmp_path: Path, processes: Processes) -> None:
 
 def test_second_ctrl_c_does_not_wait(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, LONG, {**LONG, "stubborn": True}, grace=100)
-    wait_until_training(tmp_path, 0, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     launched.interrupt()
     launched.wait_for("island 0 stopped")
     begin = time.monotonic()
@@ -156,7 +148,7 @@ def test_second_ctrl_c_does_not_wait(tmp_path: Path, processes: Processes) -> No
 def test_third_ctrl_c_kills_at_once(tmp_path: Path, processes: Processes) -> None:
     """Also an island whose guard hangs, which the second one would leave twice the time."""
     launched = launch(processes, tmp_path, LONG, {**LONG, "stubborn": True}, grace=100)
-    wait_until_training(tmp_path, 0, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     launched.interrupt()
     launched.wait_for("island 0 stopped")
     os.kill(pids(tmp_path, 1)["guard"], signal.SIGSTOP)
@@ -171,7 +163,7 @@ def test_third_ctrl_c_kills_at_once(tmp_path: Path, processes: Processes) -> Non
 
 def test_an_island_that_does_not_train_yet_is_not_waited_for(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, {"starting": 60}, LONG)
-    wait_until_training(tmp_path, 1)
+    wait_for_step(launched, tmp_path, 1)
     launched.interrupt()
     output = launched.wait(expect=130).output
     assert "Ctrl-C: island 1 finishes the step and writes a checkpoint" in output
@@ -182,7 +174,7 @@ def test_an_island_that_does_not_train_yet_is_not_waited_for(tmp_path: Path, pro
 
 def test_patience_ends_after_the_grace(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, {**LONG, "stubborn": True}, grace=1)
-    wait_until_training(tmp_path, 0)
+    wait_for_step(launched, tmp_path, 0)
     launched.interrupt()
     assert "no end after 1 s, ending island 0" in launched.wait(expect=130).output
     assert_nothing_left(processes)
@@ -197,7 +189,7 @@ def test_an_island_that_has_trained_is_waited_for(tmp_path: Path, processes: Pro
 
 def test_an_island_stopped_by_somebody_else_stops_all(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
-    wait_until_training(tmp_path, 0, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     (tmp_path / "island-1" / "stop").touch()
     assert "launcher │ island 0 finishes the step and writes a checkpoint" in launched.wait(expect=3).output
     assert checkpoints(tmp_path, 0)
@@ -207,7 +199,7 @@ def test_an_island_stopped_by_somebody_else_stops_all(tmp_path: Path, processes:
 @pytest.mark.parametrize("victim", ["rank", "agent", "guard"])
 def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, victim: str) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
-    wait_until_training(tmp_path, 0, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     os.kill(pids(tmp_path, 1)[victim], signal.SIGKILL)
     output = launched.wait(expect=1).output
     assert "failed: island 1: SIGKILL" in output
@@ -218,7 +210,7 @@ def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, 
 @pytest.mark.real_start
 def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, processes: Processes) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
-    wait_until_training(tmp_path, 0, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     launched.kill()
     deadline = time.monotonic() + 60
     while processes.alive() and time.monotonic() < deadline:
@@ -252,7 +244,7 @@ def test_an_output_on_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_serves_one_launch_at_a_time(tmp_path: Path, processes: Processes) -> None:
-    launch(processes, tmp_path, LONG)
-    wait_until_training(tmp_path, 0)
+    launched = launch(processes, tmp_path, LONG)
+    wait_for_step(launched, tmp_path, 0)
     second = launch(processes, tmp_path, {"steps": 1})
     assert "island 0 of this run is running already" in second.wait(expect=1).output

@@ -105,10 +105,20 @@ def test_the_schema_takes_what_run_files_may_say() -> None:
         (["report", "{folder}", "page.html"], "--html"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run_file = tmp_path / "run.yaml"
     run_file.write_text("training: {max_steps: 3}\ndiloco: {num_islands: 2}\n")
-    output = hf_diloco(*(text.format(run=run_file, folder=tmp_path) for text in arguments), expect=2).output
+    words = [text.format(run=run_file, folder=tmp_path) for text in arguments]
+    monkeypatch.setattr("sys.argv", ["hf-diloco", *words])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    output = "".join(capsys.readouterr())
     assert re.fullmatch(r"error: [^\n]+\n", output), output
     assert message in output
 

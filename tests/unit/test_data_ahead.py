@@ -58,6 +58,7 @@ def test_error_comes_in_its_place() -> None:
     wait_until_no_thread()
 
 
+@pytest.mark.distributed
 def test_does_not_keep_the_process_alive() -> None:
     code = (
         "from itertools import count as c; from hf_diloco.apps.data.stream import read_ahead; next(read_ahead(c(), 2))"

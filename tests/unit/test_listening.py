@@ -162,6 +162,7 @@ print(*(one.ip for one in kept if one.port == PORT))
 """
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["lm", "vision"])
 def test_the_store_of_an_islands_own_processes_listens_on_its_address_only(
     kind: str, free_port: int, tmp_path: Path
