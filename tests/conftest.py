@@ -30,7 +30,7 @@ GROUPS = {  # tests that share a costly fixture run in the same worker
     re.compile(r"tests/distributed/test_shards\.py"): "refusals",
     re.compile(r"tests/docs/test_commands\.py"): "commands",
     re.compile(r"tests/docs/test_site\.py"): "site",
-    re.compile(r"tests/equivalence/test_equivalence\.py"): "equivalence",
+    re.compile(r"tests/equivalence/(test_equivalence|test_fsdp2|test_other_ranks)\.py"): r"\1",
     re.compile(r"tests/simulated/test_gossip_run\.py"): "gossip run",
 }
 DISTRIBUTED_TIMEOUT = 300  # seconds; a test's own `timeout` mark comes first

@@ -1,36 +1,35 @@
-"""A run of two islands of two ranks that was stopped in the middle of a round, and goes on, beside a whole one."""
+"""A run that was stopped, and goes on by the same command, beside one that nothing has stopped."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from tests.equivalence.runs import Runs, assert_islands_agree, events, largest_difference, losses, zero
-
-STOPPED_AT = 5
+from tests.equivalence.runs import Runs, assert_islands_agree, events, largest_difference, losses, merge, two_ranks
 
 
-def assert_resumed_is_uninterrupted(runs: Runs, stage: int | None, diloco: dict[str, Any]) -> None:
-    """Stopped at step 5 of 8, with the outer loop's settings `diloco`; `stage` of ZeRO, or None for DDP."""
-    changes = {
-        "deepspeed": None if stage is None else zero(stage),
-        "training": {
-            "per_device_train_batch_size": 2,
-            "save_strategy": "steps",
-            "save_steps": STOPPED_AT,
-            "save_total_limit": 3,
-        },
-        "launch": {"num_processes": 2, "threads": 1},
-        "diloco": diloco,
-    }
-    whole = runs.launch(f"whole-{stage}", **changes)
-    runs.stop(whole, f"resumed-{stage}")
-    resumed = runs.launch(f"resumed-{stage}", **changes)
+def assert_resumed_is_uninterrupted(runs: Runs, name: str, stopped_at: int, **changes: Any) -> tuple[Path, Path]:
+    """Two islands that were stopped after a step, within a round. Returns the folders of the whole run and of this.
+
+    `changes` of the run file have a checkpoint saved at that step.
+    """
+    whole = runs.launch(f"whole-{name}", **changes)
+    runs.stop(whole, f"resumed-{name}")
+    resumed = runs.launch(f"resumed-{name}", **changes)
     start = events(resumed, "start")[0]
-    assert (start["resumed"], start["step"], start["outer_method"]) == (True, STOPPED_AT, diloco["method"])
+    assert (start["resumed"], start["step"]) == (True, stopped_at)
     assert largest_difference(whole, resumed) == 0.0
-    assert losses(resumed) == losses(whole)[STOPPED_AT:]
-    hashes = [record["outer_hash"] for record in events(whole, "sync")]
-    again = [record["outer_hash"] for record in events(resumed, "sync")]
-    assert again == hashes[-len(again) :]
+    assert losses(resumed) == losses(whole)[stopped_at:]
+    hashes, again = ([record["outer_hash"] for record in events(run, "sync")] for run in (whole, resumed))
     assert 0 < len(again) < len(hashes)
+    assert again == hashes[-len(again) :]
     assert_islands_agree(resumed)
+    return whole, resumed
+
+
+def assert_two_ranks_resume(runs: Runs, kind: str, diloco: dict[str, Any]) -> None:
+    """Islands of two ranks that share the model as `kind` of `SHARDINGS`, stopped at step 5."""
+    saving = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 3}
+    changes = merge(two_ranks(kind), {"training": saving, "diloco": diloco})
+    _, resumed = assert_resumed_is_uninterrupted(runs, kind, 5, **changes)
+    assert events(resumed, "start")[0]["outer_method"] == diloco["method"]

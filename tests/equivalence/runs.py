@@ -65,6 +65,21 @@ def zero(stage: int) -> dict[str, Any]:
     }
 
 
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"fsdp": {}},
+    "hsdp": {"fsdp": {"num_replicas": 2}},
+    **{f"zero{stage}": {"deepspeed": zero(stage)} for stage in range(4)},
+}
+"""What a run file says of the ways in which an island's ranks share the model."""
+
+
+def two_ranks(kind: str, num_ranks: int = 2) -> dict[str, Any]:
+    """Islands of two ranks, or more, that share the model as `kind` of `SHARDINGS`."""
+    launch = {"num_processes": num_ranks, "threads": 1}
+    return {"training": {"per_device_train_batch_size": 2}, "launch": launch, **SHARDINGS[kind]}
+
+
 def make_corpus(folder: Path) -> Path:
     """Real English text: some of the topics of Python's own documentation, one document a line."""
     path = folder / "corpus.jsonl"

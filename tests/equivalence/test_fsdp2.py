@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.equivalence.resuming import assert_resumed_is_uninterrupted
 from tests.equivalence.runs import (
     LAUNCH,
     Runs,
     assert_identical,
     assert_islands_agree,
     events,
-    losses,
+    merge,
     relative_difference,
-    zero,
+    two_ranks,
 )
 from tests.processes import ROOT, Processes, find_free_port
 
@@ -26,20 +27,11 @@ ROUNDING = 1e-6  # of the weights' length
 COMPARABLE = {"adam_epsilon": 1e-4}
 """Else Adam makes steps as long as any of gradients that are little more than rounding errors."""
 STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
-SHARDINGS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "fsdp2": {"fsdp": {}},
-    "hsdp": {"fsdp": {"num_replicas": 2}},
-    **{f"zero{stage}": {"deepspeed": zero(stage)} for stage in (1, 2, 3)},
-}
 
 
 def sharded(runs: Runs, kind: str, num_ranks: int = 2, name: str = "", **changes: Any) -> Path:
     """Two islands of some ranks."""
-    batch = {"per_device_train_batch_size": 2, **changes.pop("training", {})}
-    launch = {"num_processes": num_ranks, "threads": 1}
-    name = f"{kind}-{num_ranks}{name}"
-    return runs.launch(name, training=batch, launch=launch, **SHARDINGS[kind], **changes)
+    return runs.launch(f"{kind}-{num_ranks}{name}", **merge(two_ranks(kind, num_ranks), changes))
 
 
 @pytest.mark.parametrize(
@@ -103,28 +95,18 @@ def test_accelerate_launch_with_a_file_is_the_block_of_the_run_file(runs: Runs) 
 def test_resumed_is_uninterrupted(runs: Runs, kind: str, num_ranks: int, state_dict: str) -> None:
     """Stopped at step 6, in the middle of a round; with evaluations of the outer weights, which are those of all
     islands, and leave training as it is."""
-    changes: dict[str, Any] = {
-        "fsdp": {**SHARDINGS[kind]["fsdp"], "state_dict_type": state_dict},
-        "training": {
-            "per_device_train_batch_size": 2,
-            **{"save_strategy": "steps", "save_steps": 6, "save_total_limit": 3},
-            **{"eval_strategy": "steps", "eval_steps": 3},
-        },
-        "launch": {"num_processes": num_ranks, "threads": 1},
+    training = {
+        **COMPARABLE,
+        **{"save_strategy": "steps", "save_steps": 6, "save_total_limit": 3},
+        **{"eval_strategy": "steps", "eval_steps": 3},
     }
-    whole = runs.launch(f"whole-{kind}-{state_dict}", **changes)
+    changes = merge(two_ranks(kind, num_ranks), {"fsdp": {"state_dict_type": state_dict}, "training": training})
+    whole, _ = assert_resumed_is_uninterrupted(runs, f"{kind}-{state_dict}", 6, **changes)
     first, second = ([(e["step"], e["weights"], e["eval_loss"]) for e in events(whole, "eval", i)] for i in range(2))
     assert [evaluation[:2] for evaluation in first[:2]] == [(3, "outer"), (6, "outer")]
     assert first[0][2] != first[1][2]
     assert first == second
-    assert_identical(sharded(runs, kind, num_ranks), whole)
-    runs.stop(whole, name := f"resumed-{kind}-{state_dict}")
-    resumed = runs.launch(name, **changes)
-    assert (events(resumed, "start")[0]["resumed"], events(resumed, "start")[0]["step"]) == (True, 6)
-    assert relative_difference(whole, resumed) == 0.0
-    assert losses(resumed) == losses(whole)[6:]
-    assert [r["outer_hash"] for r in events(resumed, "sync")] == [r["outer_hash"] for r in events(whole, "sync")][1:]
-    assert_islands_agree(resumed)
+    assert_identical(sharded(runs, kind, num_ranks, "-compared", training=COMPARABLE), whole)
 
 
 def test_mixed_islands_agree_after_every_round(runs: Runs) -> None:
@@ -135,12 +117,11 @@ def test_mixed_islands_agree_after_every_round(runs: Runs) -> None:
         started = []
         for number, (kind, num_ranks, batch) in enumerate(islands):
             changes = {
-                **SHARDINGS[kind],
-                "launch": {"num_processes": num_ranks, "threads": 1},
+                "name": "mixed",
                 "training": {"per_device_train_batch_size": batch},
                 "diloco": {"num_islands": 3, "rendezvous": rendezvous},
             }
-            path = runs.write(f"mixed-{number}", {**changes, "name": "mixed"})
+            path = runs.write(f"mixed-{number}", merge(two_ranks(kind, num_ranks), changes))
             started.append(processes.spawn([*LAUNCH, path, "--island", str(number)]))
         for process in started:
             process.wait(timeout=240)

@@ -8,12 +8,12 @@ import pytest
 
 from tests.equivalence.runs import (
     LAUNCH,
+    SHARDINGS,
     Runs,
     assert_islands_agree,
     events,
     losses,
     relative_difference,
-    zero,
 )
 from tests.processes import run
 
@@ -22,16 +22,14 @@ pytestmark = pytest.mark.distributed
 ROUNDING = 1e-6  # of the weights' length
 BATCH = 6  # of an island, whatever its number of ranks
 STOPPED_AT = 6  # of 8 steps, in the middle of the second round
-SHARDINGS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "fsdp2": {"fsdp": {}},
+KINDS: dict[str, dict[str, Any]] = {
+    **{kind: SHARDINGS[kind] for kind in ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")},
     "fsdp2 full": {"fsdp": {"state_dict_type": "FULL_STATE_DICT"}},
-    **{f"zero{stage}": {"deepspeed": zero(stage)} for stage in range(4)},
 }
 IN_SHORT = (("zero3", 2, 1),)
 OUTSIDE_BRIEF = tuple(
     pytest.param(kind, before, after, marks=pytest.mark.slow)
-    for kind in SHARDINGS
+    for kind in KINDS
     for before, after in ((1, 2), (2, 1), (2, 3))
     if (kind, before, after) not in IN_SHORT
 )
@@ -40,7 +38,7 @@ OUTSIDE_BRIEF = tuple(
 def settings(kind: str, num_ranks: int, **training: Any) -> dict[str, Any]:
     """Two islands of some ranks, with weight decay for some parameters and a learning rate that falls."""
     return {
-        **SHARDINGS[kind],
+        **KINDS[kind],
         "launch": {"num_processes": num_ranks, "threads": 1},
         "training": {
             **{"per_device_train_batch_size": BATCH // num_ranks, "weight_decay": 0.1},

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests import trainer_islands
-from tests.equivalence.resuming import assert_resumed_is_uninterrupted
-from tests.equivalence.runs import Runs, events, largest_difference, zero
+from tests.equivalence.resuming import assert_two_ranks_resume
+from tests.equivalence.runs import Runs, events, largest_difference, merge, two_ranks
 from tests.processes import Processes
 
 pytestmark = pytest.mark.distributed
@@ -19,32 +19,23 @@ SLOWMO: dict[str, Any] = {"method": "slowmo", "sync_every": 2, "outer_momentum":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [None, 2])
-def test_resumed_is_uninterrupted(runs: Runs, stage: int | None) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "zero2"])
+def test_resumed_is_uninterrupted(runs: Runs, kind: str) -> None:
     """With a learning rate that falls to 0."""
-    assert_resumed_is_uninterrupted(runs, stage, SLOWMO)
+    assert_two_ranks_resume(runs, kind, SLOWMO)
 
 
 @pytest.mark.slow
 def test_zero_2_is_ddp(runs: Runs) -> None:
     """The learning rates are seen, and the parameter groups, where DeepSpeed has the optimizer."""
+    saving = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 3}
     ddp, sharded = (
-        runs.launch(
-            f"whole-{stage}",
-            deepspeed=None if stage is None else zero(stage),
-            training={"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 5},
-            launch={"num_processes": 2, "threads": 1},
-            diloco=SLOWMO,
-        )
-        for stage in (None, 2)
+        runs.launch(f"whole-{kind}", **merge(two_ranks(kind), {"training": saving, "diloco": SLOWMO}))
+        for kind in ("ddp", "zero2")
     )
     assert largest_difference(ddp, sharded) < 2e-4
-    plain = runs.launch(
-        "heavy-ball",
-        training={"per_device_train_batch_size": 2},
-        launch={"num_processes": 2, "threads": 1},
-        diloco={"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.6, "nesterov": False},
-    )
+    heavy_ball = {"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.6, "nesterov": False}
+    plain = runs.launch("heavy-ball", **two_ranks("ddp"), diloco=heavy_ball)
     assert largest_difference(ddp, plain) > 2e-4, "the learning rate falls, and momentum with it"
 
 
