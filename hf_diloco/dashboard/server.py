@@ -6,6 +6,7 @@ Nothing can be changed through it, and what it loads comes from itself.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -197,15 +198,16 @@ def tiles(status: RunStatus) -> list[Tile]:
 def plots(status: RunStatus) -> list[Plot]:
     """Traffic and time of the last rounds. Loss is in the islands' own records, and not in the store."""
     rounds = sorted(status.rounds, key=lambda entry: entry.round)
-    payload = [(float(entry.round), float(entry.payload_bytes)) for entry in rounds if entry.payload_bytes is not None]
-    took = [(float(entry.round), entry.seconds) for entry in rounds if entry.seconds is not None]
+    payload = tuple((float(one.round), float(one.payload_bytes)) for one in rounds if one.payload_bytes is not None)
+    took = tuple((float(one.round), one.seconds) for one in rounds if one.seconds is not None)
     if status.unit == "node":
         return []
     traffic = [] if status.waits_for_all else [_bars("Traffic of each round", "pseudo-gradients offered", payload, 0)]
     return [*traffic, _bars("Time of each round", "from the commit of the round before", took, 2)]
 
 
-def _bars(title: str, label: str, points: list[tuple[float, float]], number: int) -> Plot:
+@functools.lru_cache(maxsize=2)  # a page has two; many looks at a run see no new round
+def _bars(title: str, label: str, points: tuple[tuple[float, float], ...], number: int) -> Plot:
     if not points:
         return Plot(title, "Nothing is known of it yet.", None)
 

@@ -258,8 +258,18 @@ class Interrupts(TrainerCallback):
             raise self._errors.pop()
 
 
-@pytest.mark.parametrize("error", [RuntimeError(), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize("place", ["alone", "store", "tcp", "tcp and another callback"])
+PLACES = ("alone", "store", "tcp", "tcp and another callback")
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        *((place, RuntimeError()) for place in PLACES),
+        ("tcp", KeyboardInterrupt()),
+        *(pytest.param(place, KeyboardInterrupt(), marks=pytest.mark.slow) for place in PLACES if place != "tcp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
 def test_a_training_that_ended_in_an_error_goes_on(
     tmp_path: Path, place: str, error: BaseException, free_port: int
 ) -> None:
