@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ GROUPS = {  # tests that share a costly fixture run in the same worker
     re.compile(r"tests/equivalence/(test_equivalence|test_fsdp2|test_other_ranks)\.py"): r"\1",
     re.compile(r"tests/simulated/test_gossip_run\.py"): "gossip run",
 }
+FREEZE_EVERY = 50  # tests; the Trainer looks for garbage whenever it ends, also among all that they have imported
 DISTRIBUTED_TIMEOUT = 300  # seconds; a test's own `timeout` mark comes first
 
 # Before any library is imported, and inherited by every process that a test starts.
@@ -52,6 +54,8 @@ LAUNCHER_VARIABLES = re.compile(
     r"|HF_DILOCO_(?!TEST_).*"
     r"|(LOCAL_|GROUP_|ROLE_|CROSS_)?(RANK|SIZE|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME"
 )
+
+_run = itertools.count(1)
 
 pytest_plugins = ["tests.selection"]
 
@@ -151,6 +155,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             return (yield)
         finally:
             STARTED.clear()
+            if not next(_run) % FREEZE_EVERY:
+                gc.collect()
+                gc.freeze()
 
 
 @pytest.fixture(autouse=True)
