@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,16 +35,15 @@ def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
 
     [cyan]hf-diloco checkpoint inspect runs/quickstart/island-1/checkpoint-60 --json[/cyan]
     """
-    from hf_diloco.cli.display import terminal
     from hf_diloco.outer.export import find_checkpoint
-    from hf_diloco.utils.tables import fact_table
+    from hf_diloco.utils.tables import fact_table, output
 
     facts = _facts(*find_checkpoint(checkpoint))
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
     shown = ((name.replace("_", " "), _text(value)) for name, value in facts.items() if value != "")
-    terminal(sys.stdout).print(fact_table(shown))
+    output().print(fact_table(shown))
 
 
 def _text(value: Any) -> str:

@@ -169,10 +169,9 @@ def _read_run(path: Path, overrides: Sequence[str]) -> RunFile:
 
 
 def _show(estimate: Estimate) -> None:
-    from hf_diloco.cli.display import terminal
-    from hf_diloco.utils.tables import print_figures
+    from hf_diloco.utils.tables import output, print_figures
 
-    console = terminal(sys.stdout)
+    console = output()
     is_alone = estimate.scenario.num_islands == 1
     for name, value in _facts(estimate):
         if not (is_alone and name in _BETWEEN_ISLANDS):

@@ -224,14 +224,13 @@ def compare(
 def _print_comparison(found: Sequence[Candidate]) -> None:
     from rich.text import Text
 
-    from hf_diloco.cli.display import terminal
     from hf_diloco.report.compare import COLUMNS, row
-    from hf_diloco.utils.tables import empty_table, print_figures
+    from hf_diloco.utils.tables import empty_table, output, print_figures
 
     table = empty_table((name.replace(" ", "\n") for name in COLUMNS), words=("run", "method"))
     for entry in found:
         table.add_row(*map(Text, row(entry)))
-    print_figures(terminal(sys.stdout), table)
+    print_figures(output(), table)
 
 
 def config_schema(

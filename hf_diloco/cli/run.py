@@ -24,6 +24,7 @@ from hf_diloco.cli.log import FINISHED, Outcome
 from hf_diloco.cli.plan import LaunchOptions, Plan, leave_other_launchers, load_options, make_plan
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import load_run, print_report, summarise
+from hf_diloco.utils.tables import output
 from hf_diloco.utils.text import counted
 
 
@@ -33,14 +34,14 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     Raises:
         DiLoCoError: when the run file, the options or this machine do not fit; nothing was started then.
     """
-    out, err = terminal(sys.stdout), terminal(sys.stderr)
     run = load_options(options)
     if dry_run:
         leave_other_launchers()
         check_all(run, lambda: make_plan(run, options))
-        print_commands(make_plan(run, options), out)
+        print_commands(make_plan(run, options))
         return 0
     check_names(run.training)
+    out, err = terminal(sys.stdout), terminal(sys.stderr)
     plan = make_plan(run, options)
     result = run_islands(plan, f"run {plan.folder}: {plan.describe()}", out, grace)
     print_ending(result, run, options, out, err)
@@ -56,8 +57,9 @@ def run_islands(plan: Plan, summary: str, out: Console, grace: float) -> Result:
     return launcher.run()
 
 
-def print_commands(plan: Plan, out: Console) -> None:
+def print_commands(plan: Plan) -> None:
     """Prints what would be started, as lines for a shell."""
+    out = output()
     for island in plan.islands:
         out.out(f"# {island.unit} {island.number}", highlight=False)
         for path, text in island.files.items():

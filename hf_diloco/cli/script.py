@@ -47,10 +47,10 @@ meet: each island needs another."""
 
 def run_script(plan: Plan, *, grace: float, dry_run: bool) -> int:
     """Runs `hf-diloco launch -- COMMAND` and returns its exit code, see `hf_diloco.cli.launch`."""
-    out, err = terminal(sys.stdout), terminal(sys.stderr)
     if dry_run:
-        print_commands(plan, out)
+        print_commands(plan)
         return 0
+    out, err = terminal(sys.stdout), terminal(sys.stderr)
     alone = " (--islands 2 starts two)" if plan.num_islands == 1 else ""
     result = run_islands(plan, plan.describe(alone), out, grace)
     print_failures(result, err)

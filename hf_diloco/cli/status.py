@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
-from hf_diloco.cli.display import terminal
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
 from hf_diloco.report import load_run
 from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
@@ -20,7 +19,7 @@ from hf_diloco.status.observer import TIMEOUT, Observer, observe
 from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.utils import text
-from hf_diloco.utils.tables import empty_table, fact_table, plain, warning
+from hf_diloco.utils.tables import empty_table, fact_table, output, plain, print_figures, warning
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url
 
 MAX_FAILURES = 3
@@ -60,7 +59,7 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
             if as_json:
                 print(status.model_dump_json(indent=2))
             else:
-                terminal(sys.stdout).print(render(status))
+                print_figures(output(), *render(status).renderables)
             return
         with _display(as_json) as show:
             _watch(observer, interval, show)
@@ -125,11 +124,11 @@ def _watch(observer: Observer, interval: float, show: Callable[[RunStatus], obje
 @contextlib.contextmanager
 def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
     """Where looks go: one place on a terminal, one after the other elsewhere."""
-    console = terminal(sys.stdout)
+    console = output()
     if as_json:
         yield lambda status: print(status.model_dump_json(), flush=True)
     elif not console.is_terminal or console.is_dumb_terminal:
-        yield lambda status: console.print(render(status))
+        yield lambda status: print_figures(console, *render(status).renderables)
     else:
         from rich.live import Live
 
@@ -180,7 +179,7 @@ def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, a
 
 
 def _show_found(report: CheckReport) -> None:
-    console = terminal(sys.stdout)
+    console = output()
     console.print(f"run       {report.run[:12]} at {report.url}", markup=False, soft_wrap=True)
     console.print(f"looked at {report.num_objects:,} objects, {text.size(report.num_bytes)}", markup=False)
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(report.counts.items()))

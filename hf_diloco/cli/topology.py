@@ -107,9 +107,9 @@ def topology(
 
     [cyan]hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho[/cyan]
     """
-    from hf_diloco.cli.display import terminal
     from hf_diloco.methods.topology import GRAPHS, make_topology
     from hf_diloco.methods.topology.drawing import check_picture, draw
+    from hf_diloco.utils.tables import output, print_figures
 
     if not math.isfinite(num_parameters):
         raise ConfigError(f"--parameters {num_parameters}: give the number of values in the model, as 7e9")
@@ -123,7 +123,7 @@ def topology(
     if as_json:
         print(json.dumps(asdict(figures), indent=2))
     else:
-        terminal(sys.stdout).print(render(figures))
+        print_figures(output(), *render(figures).renderables)
     if picture is not None:
         draw(graph, picture)
         print(f"wrote {picture}", file=sys.stderr if as_json else sys.stdout)

@@ -22,9 +22,7 @@ ROUND_COLUMNS = (
 
 def print_report(report: Report, console: Console | None = None) -> None:
     """Prints the figures of the run, a row for each island, and the warnings; on standard output by default."""
-    from rich.console import Console
-
-    from hf_diloco.utils.tables import empty_table, fact_table, plain, print_figures, warning
+    from hf_diloco.utils.tables import empty_table, fact_table, output, plain, print_figures, warning
 
     heading = plain(title(report))
     heading.stylize("bold")
@@ -32,7 +30,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
     islands = empty_table(name.replace(" ", "\n") for name in island_columns(report))
     for island in report.islands:
         islands.add_row(*map(plain, island_row(report, island)))
-    console = console or Console(highlight=False)
+    console = console or output()
     console.print(heading, end="\n\n")
     console.print(fact_table(overview(report) + sample))
     console.print()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -50,10 +50,28 @@ def empty_table(columns: Iterable[str], words: Collection[str] = (), long: Colle
     return table
 
 
-def print_figures(console: Console, table: Table) -> None:
-    """Prints a table of figures: in a narrower terminal its lines are broken, not figures left out."""
-    wanted = console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum
+def print_figures(console: Console, *parts: RenderableType) -> None:
+    """Prints tables of figures, and other parts: in a narrower terminal lines are broken, not figures left out."""
     width = console.width
-    console.width = max(width, wanted)
-    console.print(table)
+    for part in parts:
+        console.width = max(width, _needed(console, part)) if isinstance(part, Table) else width
+        console.print(part)
     console.width = width
+
+
+def _needed(console: Console, table: Table) -> int:
+    """The width at which only columns that give way are narrower than their cells; each of them has its heading's."""
+    options = console.options.update(max_width=_ANY_WIDTH)
+
+    def width(part: RenderableType) -> int:
+        return console.measure(part, options=options).maximum
+
+    long = (column for column in table.columns if not column.no_wrap)
+    return width(table) - sum(
+        max(0, max(map(width, column.cells), default=0) - width(column.header)) for column in long
+    )
+
+
+def output() -> Console:
+    """Standard output, for a command that shows something and ends: what cannot be written is an `OSError`."""
+    return Console(highlight=False)

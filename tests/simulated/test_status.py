@@ -33,6 +33,7 @@ from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MAX_RECORD_BYTES
 from hf_diloco.transport.open import MeshTransport
+from hf_diloco.utils.tables import print_figures
 from tests.clocks import AT_ONCE, StillClock
 from tests.fixed_runs import FixedIsland
 from tests.islands import run_islands, try_islands
@@ -75,7 +76,7 @@ def look(meeting: Meeting, **settings: Any) -> RunStatus:
 def shown(found: RunStatus, width: int = 200) -> str:
     console = Console(width=width, file=None)
     with console.capture() as capture:
-        console.print(render(found))
+        print_figures(console, *render(found).renderables)
     return capture.get()
 
 
@@ -300,6 +301,9 @@ def test_long_host_names_give_way(meeting: Meeting) -> None:
     narrow = shown(found.model_copy(update={"islands": [island]}), width=80)
     assert re.search(r"^island +host +phase +life +round +lag +steps", narrow, re.MULTILINE)
     assert re.search(r"^ +0 +ip-\S*… +\w+ +\w+", narrow, re.MULTILINE)
+    narrow = shown(found, width=40)
+    assert re.search(r"^ +1 +\S+ +\w+ +.* \d of 2 +\S+ +1 +1 *$", narrow, re.MULTILINE), narrow
+    assert re.search(r"^ +3 +committed +1 +0, 1 +— +\S+ k?B +\S+ s$", narrow, re.MULTILINE), narrow
 
 
 @pytest.mark.parametrize(

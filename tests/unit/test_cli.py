@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -121,6 +122,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     output = "".join(capsys.readouterr())
     assert re.fullmatch(r"error: [^\n]+\n", output), output
     assert message in output
+
+
+@pytest.mark.parametrize("arguments", [["topology", "ring"], ["launch", "--dry-run", "--", "echo", "said"]])
+def test_what_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["hf-diloco", *arguments])
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)  # on a disk without space
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 1
 
 
 def test_launch_alone_shows_its_help() -> None:

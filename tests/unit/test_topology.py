@@ -453,10 +453,10 @@ def test_stability_of_a_topology_of_an_unknown_kind() -> None:
 # The package and the command
 
 
-def command(*arguments: str | Path) -> str:
+def command(*arguments: str | Path, width: int = 100) -> str:
     """What the command prints, in this process."""
     told = ["topology", *map(str, arguments)]
-    return CliRunner().invoke(app, told, env={"NO_COLOR": "1", "COLUMNS": "100"}, catch_exceptions=False).output
+    return CliRunner().invoke(app, told, env={"NO_COLOR": "1", "COLUMNS": f"{width}"}, catch_exceptions=False).output
 
 
 def lines(output: str) -> list[str]:
@@ -486,6 +486,7 @@ def test_the_command_prints_what_the_page_shows() -> None:
     output = lines(command("ring", "--num-nodes", "8"))
     assert output[: len(lines(shown))] == lines(shown)
     assert output[-1] == "   7  1/3    ·    ·    ·    ·    ·  1/3  1/3   0, 6"
+    assert lines(command("ring", width=40))[-1] == output[-1], "a narrow terminal breaks lines, and cuts no figures"
 
 
 def test_the_command_shows_the_steps_of_weights_that_change() -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hf_diloco.cli.display import terminal
 from hf_diloco.cli.meeting import open_listener
+from hf_diloco.utils.tables import output
 from hf_diloco.utils.text import counted
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -57,7 +56,7 @@ def run_checks(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
 
 def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
     """Prints findings as they come, and how many of them matter; returns the exit code: 1 if there is a problem."""
-    console = terminal(sys.stdout)
+    console = output()
     found = []
     for one in findings:
         found.append(one)
