@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from hf_diloco.cli.arguments import Overrides, RunFileArgument
 from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
-
-EngineName = Literal["slurm", "compose", "kubernetes", "skypilot", "ray"]
-"""Engines that there are templates for."""
+from hf_diloco.utils.text import counted
 
 
 def init(
-    engine: Annotated[EngineName, typer.Argument(help="what starts the islands", show_default=False)],
+    engine: Annotated[
+        str,
+        typer.Argument(
+            metavar="ENGINE",
+            help="what starts the islands: slurm, compose, kubernetes, skypilot or ray",
+            show_default=False,
+        ),
+    ],
     run_file: RunFileArgument,
     overrides: Overrides = None,
     num_islands: Annotated[
@@ -67,11 +72,13 @@ def init(
     from hf_diloco.cli.engines import ENGINES, plan_deployment
     from hf_diloco.cli.plan import LaunchOptions
 
+    if engine not in ENGINES:
+        raise ConfigError(f"no files are known for {engine!r}: give one of {', '.join(ENGINES)}")
     options = LaunchOptions(run_file, tuple(overrides or ()), None, num_islands, rendezvous, name)
     deployment = plan_deployment(engine, options, num_gpus, num_nodes, image, folder)
     files, command = ENGINES[engine](deployment)
     _write(deployment.folder, files, force)
-    typer.echo(f"start the {deployment.num_islands} islands with:\n  {command}")
+    typer.echo(f"start {counted(deployment.num_islands, 'island')} with:\n  {command}")
 
 
 def _write(folder: Path, files: Mapping[str, str], force: bool) -> None:

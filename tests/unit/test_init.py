@@ -154,10 +154,13 @@ def test_nodes_of_a_graph_are_refused(folder: Path) -> None:
 
 
 def test_an_unknown_engine_is_a_wrong_command() -> None:
-    program = [sys.executable, "-m", "hf_diloco.cli", "init", "sge", "run.yaml"]
-    assert (
-        "'slurm', 'compose', 'kubernetes', 'skypilot', 'ray'" in run(program, expect=2, env={"COLUMNS": "200"}).output
-    )
+    with pytest.raises(ConfigError, match=r"'sge': give one of slurm, compose, kubernetes, skypilot, ray$"):
+        init("sge")
+
+
+def test_islands_are_counted() -> None:
+    assert "start 3 islands with:" in init("slurm", "--rendezvous", BUCKET)
+    assert "start 1 island with:" in init("slurm", "--rendezvous", BUCKET, "--islands", "1", "--force")
 
 
 # Slurm
