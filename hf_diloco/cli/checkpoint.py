@@ -42,13 +42,11 @@ def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    shown = ((name.replace("_", " "), _text(value)) for name, value in facts.items() if value != "")
+    shown = ((name.replace("_", " "), _text(value)) for name, value in facts.items() if value not in ("", None))
     output().print(fact_table(shown))
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return "unknown"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -42,6 +42,7 @@ def test_tied_weights_of_the_newest_checkpoint(tmp_path: Path) -> None:
     assert (facts["round"], facts["step"], facts["ranks"], facts["trained_with"]) == (2, 6, 1, "plain")
     table = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")]).output
     assert str(tmp_path / "run" / "checkpoint-6") in "".join(table.split())
+    assert "tokens" not in table, "nobody has counted them"
     made = CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "model")])
     assert "(round 2, step 6)" in " ".join(made.output.split())
     assert "Loading weights" not in made.output
