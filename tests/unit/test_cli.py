@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from hf_diloco import __version__
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
+from hf_diloco.cli.__main__ import main as start
 from hf_diloco.cli.main import app, main
 from hf_diloco.errors import ConfigError
 from tests.processes import Completed, run
@@ -122,6 +123,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     output = "".join(capsys.readouterr())
     assert re.fullmatch(r"error: [^\n]+\n", output), output
     assert message in output
+
+
+def test_ctrl_c_while_the_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, *asked: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "hf_diloco.cli.main")
+    monkeypatch.setattr("sys.meta_path", [Interrupted()])
+    with pytest.raises(SystemExit, match="130"):
+        start()
 
 
 @pytest.mark.parametrize("arguments", [["topology", "ring"], ["launch", "--dry-run", "--", "echo", "said"]])
