@@ -133,9 +133,29 @@ class Plan:
         """What is being started, of how many, where they meet, and where the logs are."""
         who = counted(len(self.islands), self.unit)
         if len(self.islands) != self.num_islands:
-            who = f"{self.unit} {self.islands[0].number} of {self.num_islands}"
-        meeting = f", meeting at {self.rendezvous}" if self.rendezvous else ""
-        return f"{who}{remark}{meeting}; full logs in {self.folder}/island-*/log.txt"
+            number = self.islands[0].number
+            who = f"{self.unit} {number}{_told_by(ENV_ISLAND, number)} of {self.num_islands}"
+        if self.rendezvous:
+            remark += f", meeting at {self.rendezvous}{_told_by(ENV_RENDEZVOUS, self.rendezvous)}"
+        return f"{who}{remark}; full logs in {self.folder}/island-*/log.txt"
+
+
+def is_told(variable: str, value: object) -> bool:
+    """Whether the environment says what a launch goes by; it may be left over from another run."""
+    return os.environ.get(variable) == str(value)
+
+
+def _told_by(variable: str, value: object) -> str:
+    return f" ({variable})" if is_told(variable, value) else ""
+
+
+def check_place(unit: str, island: int | None, rendezvous: str | None) -> None:
+    """Raises `ConfigError` if only the environment starts an island alone, and nothing says where it meets others."""
+    if island is not None and rendezvous is None and is_told(ENV_ISLAND, island):
+        raise ConfigError(
+            f"{ENV_ISLAND}={island} in the environment starts {unit} {island} alone, and nothing says where it meets "
+            f"the others: give --rendezvous, or unset {ENV_ISLAND} to start all {unit}s on this machine"
+        )
 
 
 def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
@@ -247,6 +267,8 @@ def _processes(run: BaseRun) -> tuple[int, Path | None]:
 
 def _rendezvous(run: BaseRun, options: LaunchOptions, free_port: int) -> str | None:
     given = run.meeting.rendezvous
+    if run.meeting.num_shares > 1:
+        check_place(run.unit, options.island, given)
     if options.island is not None and run.meeting.enabled:
         given = run.meeting.resolve().rendezvous  # several islands without one are refused here
     elif given is None and options.island is None and run.meeting.num_shares > 1:

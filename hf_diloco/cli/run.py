@@ -21,7 +21,8 @@ from hf_diloco.apps.vision.train import simulate_nodes
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
-from hf_diloco.cli.plan import LaunchOptions, Plan, leave_other_launchers, load_options, make_plan
+from hf_diloco.cli.plan import LaunchOptions, Plan, is_told, leave_other_launchers, load_options, make_plan
+from hf_diloco.config.base import ENV_ISLAND
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import load_run, print_report, summarise
 from hf_diloco.utils.tables import output
@@ -74,11 +75,14 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
         ConfigError: an option is for islands that are processes, or a setting is wrong.
         DiLoCoError: the first error that an island met.
     """
-    given = {"--island": options.island, "--rendezvous": options.rendezvous, "--islands": options.num_islands}
+    island = None if is_told(ENV_ISLAND, options.island) else options.island
+    given = {"--island": island, "--rendezvous": options.rendezvous, "--islands": options.num_islands}
     if wrong := [name for name, value in given.items() if value is not None]:
         raise ConfigError(f"{wrong[0]} beside --simulate {num_islands}, which trains all of them in this process")
     unsharded = ["deepspeed=null", "fsdp=null", "accelerate=null"]
-    run = load_options(replace(options, num_islands=num_islands, overrides=[*options.overrides, *unsharded]))
+    run = load_options(
+        replace(options, island=None, num_islands=num_islands, overrides=[*options.overrides, *unsharded])
+    )
     out = terminal(sys.stdout)
     leave_other_launchers()
     if dry_run:

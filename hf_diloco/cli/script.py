@@ -19,7 +19,7 @@ from pathlib import Path
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.log import FINISHED
-from hf_diloco.cli.plan import IslandPlan, Plan, island_environment
+from hf_diloco.cli.plan import IslandPlan, Plan, check_place, island_environment
 from hf_diloco.cli.run import print_commands, print_failures, run_islands
 from hf_diloco.config.base import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -126,6 +126,8 @@ def _total(num_islands: int | None) -> int:
 def _meeting(island: int | None, num_islands: int, rendezvous: str | None, free_port: int) -> DiLoCoConfig:
     """Who takes part, and where they meet."""
     rendezvous = rendezvous or os.environ.get(ENV_RENDEZVOUS) or None
+    if num_islands > 1:
+        check_place("island", island, rendezvous)
     if rendezvous is None and island is None and num_islands > 1:
         rendezvous = f"tcp://127.0.0.1:{free_port}"
     config = DiLoCoConfig(island=island or 0, num_islands=num_islands, rendezvous=rendezvous)

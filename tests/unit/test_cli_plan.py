@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import yaml
 
 from hf_diloco.cli import devices
 from hf_diloco.cli.plan import LaunchOptions, Plan, load_options, make_plan
-from hf_diloco.cli.run import run_launch
+from hf_diloco.cli.run import run_launch, run_simulation
+from hf_diloco.cli.script import plan_script
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.urls import host_and_port
 from tests.processes import ROOT
@@ -196,6 +198,22 @@ def test_environment_beats_the_file_and_the_command_line_both(
     assert len(plan.islands) == 3
     assert plan.rendezvous == f"tcp://127.0.0.1:{free_port}"
     assert len(planned(LaunchOptions(run_file(folder), num_islands=1)).islands) == 1
+
+
+def test_what_the_environment_says_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be left over from another run."""
+    monkeypatch.setenv("HF_DILOCO_ISLAND", "1")
+    alone = LaunchOptions(run_file(folder), island=1)
+    refused = r"ISLAND=1 in the environment starts island 1 alone, .* unset"
+    with pytest.raises(ConfigError, match=refused):
+        planned(alone)
+    with pytest.raises(ConfigError, match=refused):
+        plan_script(["echo"], island=1, num_islands=2)
+    with pytest.raises(ConfigError, match=r"^--islands beside --simulate 2"):  # and not --island, which nobody gave
+        run_simulation(replace(alone, num_islands=2), 2, dry_run=True)
+    monkeypatch.setenv("HF_DILOCO_RENDEZVOUS", "tcp://10.0.0.1:29400")
+    told = "island 1 (HF_DILOCO_ISLAND) of 2, meeting at tcp://10.0.0.1:29400 (HF_DILOCO_RENDEZVOUS); full logs"
+    assert planned(alone).describe().startswith(told)
 
 
 def test_shorthands_are_passed_on(folder: Path) -> None:
