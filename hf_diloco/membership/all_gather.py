@@ -75,8 +75,17 @@ class AllGather:
         self.news = clock.event()
         self.is_lost = False
 
-    def share(self, topic: str, record: Mapping[str, Any], timeout: float, interruptible: bool = True) -> list[Said]:
+    def share(
+        self,
+        topic: str,
+        record: Mapping[str, Any],
+        timeout: float,
+        interruptible: bool = True,
+        absent: Collection[int] = (),
+    ) -> list[Said]:
         """Posts this island's record under `topic` and returns those of all islands, in order.
+
+        For those in `absent` it does not wait: nothing stands in the place of what they say.
 
         Raises:
             IslandLostError: some island posted none within `timeout` seconds; names them.
@@ -87,7 +96,7 @@ class AllGather:
             raw = self._store.find_all([f"{topic}/{island}" for island in absent])
             return {island: parse(key, raw[key]) for island in absent if (key := f"{topic}/{island}") in raw}
 
-        found: dict[int, Said] = {}  # its own will be what the others read
+        found: dict[int, Said] = {island: {} for island in absent}  # its own will be what the others read
         wait = self.notes.begin(timeout, where=self._where)
         self.guard(lambda: self._store.set(f"{topic}/{self.island}", json.dumps(dict(record))))
         missing = self.collect(found, read, timeout, wait, interruptible)

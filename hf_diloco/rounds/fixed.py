@@ -72,6 +72,7 @@ class FixedSession(BaseSession):
     """
 
     _is_heard = False
+    _absent: tuple[int, ...] = ()  # have not come within `join_timeout`
     _rounds: FixedRounds  # since `join`, as the next
     _eager: EagerRounds | None = None
 
@@ -208,6 +209,7 @@ class FixedSession(BaseSession):
         except IslandLostError as error:
             if not error.islands or (error.islands == (0,) and self.config.island):
                 raise
+            self._absent = error.islands
             raise RendezvousError(
                 f"islands {list(error.islands)} have not joined within {self.config.join_timeout:g} s (join_timeout): "
                 f"start them, with the same num_islands ({self.config.num_islands}) and rendezvous "
@@ -260,7 +262,7 @@ class FixedSession(BaseSession):
                     self.members.leave("finished" if finished else "left")
                 patience = FAREWELL_SECONDS["finished" if finished else "early"]
                 goodbye = {"round": self.outer.round, "finished": finished}
-                others = self._all_gather.share("done", goodbye, patience, interruptible=False)
+                others = self._all_gather.share("done", goodbye, patience, interruptible=False, absent=self._absent)
                 if finished and not all(other.get("finished") for other in others):
                     logger.warning(_ENDED_BEFORE, self.config.island, self.outer.round)
             except DiLoCoError as error:

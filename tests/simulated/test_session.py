@@ -779,8 +779,9 @@ def test_a_number_can_be_taken_once(tmp_path: Path) -> None:
         run.session(1)
 
 
-def test_islands_that_do_not_join_are_named(free_port: int, tmp_path: Path) -> None:
-    """Over a real rendezvous."""
+def test_islands_that_do_not_join_are_named(free_port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Over a real rendezvous. Nobody waits for the goodbye of islands that never came."""
+    caplog.set_level(logging.INFO, "hf_diloco")
     url = f"tcp://127.0.0.1:{free_port}"
     session = FixedSession(DiLoCoConfig(num_islands=3, rendezvous=url, join_timeout=0.5), IslandGroup())
     with pytest.raises(
@@ -788,6 +789,7 @@ def test_islands_that_do_not_join_are_named(free_port: int, tmp_path: Path) -> N
     ) as caught:
         session.join(open_shards(make_model(), None), tmp_path)
     assert f"num_islands (3) and rendezvous ({url})" in str(caught.value)
+    assert "goodbye" not in caplog.text
 
 
 def test_a_rendezvous_that_goes_while_islands_join_is_told(tmp_path: Path) -> None:
