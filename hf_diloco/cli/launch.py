@@ -282,7 +282,7 @@ class Launcher:
             self._display.ended(number, "finished")
         elif outcome.code == STOPPED:
             self._display.ended(number, f"stopped, with a checkpoint{outcome.error and f' ({outcome.error})'}")
-            self._stop_others()
+            self._stop_others(island)
         elif number in self._ended:
             self._display.ended(number, "ended")
         else:
@@ -290,13 +290,15 @@ class Launcher:
             # Where the others go on, the summary at the end may be hours away.
             why = f": {outcome.error.splitlines()[0]}" if self._way_back and outcome.error else ""
             self._display.ended(number, f"failed, {outcome.ending}{why}")
-            self._stop_others()
+            self._stop_others(island)
 
-    def _stop_others(self) -> None:
+    def _stop_others(self, lost: Island) -> None:
         if not self._way_back:
             self._stop()
         elif self._stop_by is None and any(island.running for island in self._islands):
-            self._display.note(f"the other {self._islands[0].unit}s go on; {self._way_back}")
+            # What keeps an island from training mostly keeps it from that at the next start, too.
+            first = "" if lost.progress.training_has_begun else "once its cause is gone, "
+            self._display.note(f"the other {lost.unit}s go on; {first}{self._way_back}")
 
     def _act(self) -> None:
         while self._signals:

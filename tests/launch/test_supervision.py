@@ -27,8 +27,10 @@ from tests.records import wait_for_step
 LONG: Mapping[str, object] = {"steps": 1200}  # a minute: longer than any of these tests
 
 
-def launch(processes: Processes, folder: Path, *behaviours: Mapping[str, object], grace: float = 20) -> Process:
-    return processes.spawn([*PROGRAM, "launch", folder, json.dumps(behaviours), str(grace)])
+def launch(
+    processes: Processes, folder: Path, *behaviours: Mapping[str, object], grace: float = 20, way_back: str = ""
+) -> Process:
+    return processes.spawn([*PROGRAM, "launch", folder, json.dumps(behaviours), str(grace), way_back])
 
 
 def checkpoints(folder: Path, island: int) -> list[str]:
@@ -82,6 +84,18 @@ def test_a_failure_before_training_ends_the_others_at_once(tmp_path: Path, proce
     assert "training has not begun, ending island 0" in completed.output
     assert completed.seconds < AT_ONCE
     assert_nothing_left(processes)
+
+
+@pytest.mark.parametrize(
+    ("fail_at", "told"), [(1, "; once its cause is gone, the same command"), (3, "; the same command")]
+)
+def test_the_way_back_of_one_that_failed(tmp_path: Path, processes: Processes, fail_at: int, told: str) -> None:
+    """One that has not begun to train would fail again."""
+    way_back = "the same command brings it back"
+    launched = launch(processes, tmp_path, LONG, {"fail_at": fail_at}, way_back=way_back)
+    launched.wait_for(f"the other islands go on{told} brings it back")
+    launched.interrupt()
+    launched.wait(expect=1)
 
 
 @pytest.mark.real_start
