@@ -222,14 +222,12 @@ def compare(
 
 
 def _print_comparison(found: Sequence[Candidate]) -> None:
-    from rich.text import Text
-
     from hf_diloco.report.compare import COLUMNS, row
-    from hf_diloco.utils.tables import empty_table, output, print_figures
+    from hf_diloco.utils.tables import empty_table, output, plain, print_figures
 
     table = empty_table((name.replace(" ", "\n") for name in COLUMNS), words=("run", "method"))
     for entry in found:
-        table.add_row(*map(Text, row(entry)))
+        table.add_row(*map(plain, row(entry)))
     print_figures(output(), table)
 
 

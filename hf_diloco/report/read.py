@@ -154,7 +154,7 @@ def _read_island(folder: Path, number: int | None) -> IslandRun:
     records, num_bad_lines = _read_records(path)
     elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
     if isinstance(elsewhere, str) and not records:
-        with suppress(ConfigError):  # the path may mean something on another machine
+        with suppress(ConfigError, ValueError):  # it may be a path on another machine, or none
             found, num_bad = _read_records(Path(elsewhere) / METRICS_FILE)
             if _was_launched_in(folder, found):
                 path, records, num_bad_lines = Path(elsewhere) / METRICS_FILE, found, num_bad

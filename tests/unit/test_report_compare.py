@@ -124,6 +124,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").is_file()
 
 
+def test_names_of_folders_are_no_commands_to_the_terminal(tmp_path: Path) -> None:
+    folders = [str(write_run(tmp_path / name)) for name in ("first", "\x1b[2Jsecond")]
+    assert re.search(r"^\?\[2Jsecond ", CliRunner().invoke(app, ["compare", *folders]).output, re.MULTILINE)
+
+
 def test_the_command_for_programs(tmp_path: Path) -> None:
     """Its notes do not stand between the figures."""
     folders = [write_run(tmp_path / name / "run") for name in ("first", "second")]

@@ -65,10 +65,11 @@ def test_a_record_that_says_nothing_of_the_folder_that_names_it_is_not_followed(
     assert load_run(tmp_path / "launched").islands[0].sections == ()
 
 
-def test_a_record_of_another_machine_whose_place_cannot_be_read_here(tmp_path: Path) -> None:
+@pytest.mark.parametrize("record", [__file__, "\0"])
+def test_a_record_of_another_machine_whose_place_cannot_be_read_here(tmp_path: Path, record: str) -> None:
     write_island(tmp_path, 1, [start(1)])
     (tmp_path / "island-0").mkdir()
-    (tmp_path / "island-0" / "progress.json").write_text(json.dumps({"state": "done", "record": __file__}))
+    (tmp_path / "island-0" / "progress.json").write_text(json.dumps({"state": "done", "record": record}))
     assert [len(island.sections) for island in load_run(tmp_path).islands] == [0, 1]
 
 
