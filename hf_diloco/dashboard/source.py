@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import DiLoCoError, StoreError
 from hf_diloco.report import Report, Run, load_run, summarise
 from hf_diloco.report.progress import Progress, read_progress
 from hf_diloco.status.models import RunStatus
@@ -95,8 +95,9 @@ class Source:
             run = load_run(self._folder)
             self._last = replace(self._last, name=run.name, run=run, report=summarise(run, is_live=True))
             self._signature = signature
-            if self._url is None and run.rendezvous and is_object_store(run.rendezvous):
-                self._url = run.rendezvous
+            if run.rendezvous and is_object_store(run.rendezvous) and run.rendezvous != self._url:
+                self._url, self._observer = run.rendezvous, None
+                self._last = replace(self._last, status=None)
         assert self._last.run is not None
         found = {island.island: _now(island.folder / PROGRESS_FILE) for island in self._last.run.islands}
         now = {number: entry for number, entry in found.items() if entry is not None}
@@ -108,7 +109,13 @@ class Source:
             return
         if self._observer is None:
             self._observer = observe(self._url, self._key, NUM_ROUNDS)
-        self._last = replace(self._last, status=self._observer.look())
+        try:
+            status = self._observer.look()
+        except StoreError:
+            if self._url.startswith("file:"):  # another folder may be there by now
+                self._observer = None
+            raise
+        self._last = replace(self._last, status=status)
 
 
 def _now(path: Path) -> Now | None:

@@ -25,13 +25,13 @@ from hf_diloco.membership.round_records import (
     round_of,
     why_useless,
 )
-from hf_diloco.membership.run import open_run
+from hf_diloco.membership.run import RunRecord, open_run
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
 from hf_diloco.store.folder import Entry
-from hf_diloco.store.log import Record
+from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, url_of
-from hf_diloco.store.signing import MAX_RECORD_BYTES
+from hf_diloco.store.signing import MAX_RECORD_BYTES, RUN_PATH
 from hf_diloco.utils.clock import REAL, Clock
 
 R = TypeVar("R", bound=Record)
@@ -85,16 +85,29 @@ class Observer:
         self._store = store
         self._url = url or store.url
         self.is_of_tcp = self._url.startswith("tcp:")
-        self._has_key = bool(key)
+        self._key = key
         self._num_rounds = num_rounds
         self._clock = clock
-        self._run, self._log = open_run(store, key, clock)
-        self._lives: dict[int, _Life] = {}
         self._refused: dict[str, str] = {}
+        self._named_at: datetime | None = None  # by the run's record
+        self._begin(*open_run(store, key, clock))
+
+    def _begin(self, run: RunRecord, log: RunLog) -> None:
+        self._run, self._log = run, log
+        self._lives: dict[int, _Life] = {}
         # What no longer changes is read once.
         self._incarnations: dict[str, IncarnationRecord] = {}
         self._rounds: dict[int, tuple[int, RoundStatus]] = {}
         self._snapshots: dict[tuple[str, ...], Snapshot] = {}
+
+    def _follow(self, entries: Sequence[Entry]) -> None:
+        """Turns to the run that was begun in the place of the one before, as at tcp:// whenever all start again."""
+        named_at = next((entry.modified for entry in entries if entry.path == RUN_PATH), None)
+        if named_at not in (None, self._named_at):
+            run, log = open_run(self._store, self._key, self._clock)
+            if run.run != self._run.run:
+                self._begin(run, log)
+            self._named_at = named_at
 
     def settle(self) -> RunStatus:
         """Looks for as long as it takes to tell which islands live: a little more than two heartbeats at most."""
@@ -111,6 +124,7 @@ class Observer:
         """One look; raises `StoreError` if the store does not answer. Who lives shows only from the second one on."""
         self._refused = {}
         entries = self._store.entries()
+        self._follow(entries)
         below: dict[str, list[Entry]] = {}
         for entry in entries:
             below.setdefault(entry.path.partition("/")[0], []).append(entry)
@@ -128,7 +142,7 @@ class Observer:
             run=self._run.run,
             begun_by=self._run.by,
             begun_on=begun.host if begun else "",
-            has_key=self._has_key,
+            has_key=bool(self._key),
             settings=self._run.fingerprint,
             unit=self._run.unit,
             waits_for_all=self._run.waits_for_all,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import sys
@@ -186,15 +187,26 @@ def test_a_store_in_which_islands_meet(tmp_path: Path) -> None:
     assert store.entries() == before
 
 
-def test_a_run_at_tcp(tmp_path: Path, free_port: int) -> None:
+def test_a_run_at_tcp_and_the_next_one_there(tmp_path: Path, free_port: int) -> None:
+    """Whenever all islands start again, a run of another name begins there."""
     url = f"tcp://127.0.0.1:{free_port}"
     islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(4))
     with shown(url, has_metrics=True) as address:
-        deadline = time.monotonic() + AT_ONCE
-        while "Rounds 2 committed" not in words(get(f"{address}/live")[1]):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)  # island 0 writes it behind the round
+
+        def wait_for(rounds: str) -> None:
+            deadline = time.monotonic() + AT_ONCE
+            while f"Rounds {rounds} committed" not in (live := words(get(f"{address}/live")[1])):
+                assert time.monotonic() < deadline, live
+                time.sleep(0.05)  # island 0 writes it behind the round
+
+        wait_for("2")
         metrics = get(f"{address}/metrics")[1]
+        run_islands(2, lambda island: islands[island].leave())
+        islands.clear()
+        gc.collect()  # its port is free
+        islands = run_islands(2, lambda island: FixedIsland(tmp_path, url, island).train(2))
+        wait_for("1")
+        assert "Refused 0 objects" in words(get(f"{address}/live")[1])
     assert f'hf_diloco_store_round{{run="{url}"}} 2.0' in metrics
     assert f'hf_diloco_store_island_lag{{island="1",run="{url}"}} 0.0' in metrics
     run_islands(2, lambda island: islands[island].leave())
@@ -211,6 +223,19 @@ def test_a_folder_whose_islands_meet_in_a_store_shows_both(tmp_path: Path) -> No
     assert look.report is not None
     assert look.status is not None
     assert (look.report.num_rounds, look.status.round, look.problems) == (2, 2, ())
+    (tmp_path / "store").rename(tmp_path / "first")
+    meeting.island(0).train(2).leave()
+    assert "another folder is there now" in source.look().problems[0]
+    again = source.look()
+    assert again.status is not None
+    assert (again.status.round, again.problems) == (1, ())
+    meeting.url = f"file://{tmp_path}/second"
+    meeting.island(0).train(6).leave()
+    (folder / "run.json").write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
+    write_island(folder, 0, [start(0)])
+    moved = source.look()
+    assert moved.status is not None
+    assert (moved.status.url, moved.status.round) == (meeting.url, 3)
     other_key = Source(str(folder), key=b"another key of a run").look()
     assert other_key.report is not None
     assert "another key" in other_key.problems[0]
