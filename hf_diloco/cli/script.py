@@ -16,6 +16,7 @@ from contextlib import suppress
 from itertools import pairwise, takewhile
 from pathlib import Path
 
+from hf_diloco.apps.common.base import problem_of_name
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.log import FINISHED
@@ -78,6 +79,8 @@ def plan_script(
         output: the folder of run folders.
     """
     given = _with_program(command)
+    if name is not None and (problem := problem_of_name(name)):
+        raise ConfigError(f"--name: {problem}")
     total = _total(num_islands)
     numbers = range(total) if island is None else [island]
     port, *ports = devices.free_ports(1 + len(numbers))

@@ -51,6 +51,12 @@ def test_each_island_is_told_who_it_is(folder: Path, monkeypatch: pytest.MonkeyP
     assert not planned.crowding
 
 
+@pytest.mark.parametrize("name", ["../x", "a\x1b[2J", ""])
+def test_a_name_is_that_of_a_folder_below_the_output(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"--name: .* cannot be a run's, whose folder has it"):
+        plan("python", "mine.py", name=name)
+
+
 def test_one_of_many_needs_a_place_to_meet() -> None:
     with pytest.raises(ConfigError, match="rendezvous"):
         plan("python", "mine.py", num_islands=2, island=1)

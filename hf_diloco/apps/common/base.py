@@ -106,6 +106,13 @@ def _tell_that_name_may_be_left_out(schema: dict[str, Any]) -> None:
     schema["required"].remove("name")
 
 
+def problem_of_name(name: str) -> str:
+    """Why a run cannot have this name; empty if it can."""
+    if re.fullmatch(_NAME, name):
+        return ""
+    return f"{name!r} cannot be a run's, whose folder has it: take letters, digits, and . _ + = - behind the first"
+
+
 class BaseRun(Block):
     """A run: what is trained, how, and where its folder is.
 
@@ -160,11 +167,8 @@ class BaseRun(Block):
     @field_validator("name", mode="before")
     @classmethod
     def _check_name(cls, name: Any) -> Any:
-        if isinstance(name, str) and not re.fullmatch(_NAME, name):
-            raise ValueError(
-                f"{name!r} cannot be a run's, whose folder has it: take letters, digits, and . _ + = - behind the "
-                "first; where name is not set, it is that of the run file"
-            )
+        if isinstance(name, str) and (problem := problem_of_name(name)):
+            raise ValueError(f"{problem}; where name is not set, it is that of the run file")
         return name
 
     @field_validator("training")
