@@ -140,18 +140,18 @@ class Plan:
         return f"{who}{remark}; full logs in {self.folder}/island-*/log.txt"
 
 
-def is_told(variable: str, value: object) -> bool:
+def is_from_environment(variable: str, value: object) -> bool:
     """Whether the environment says what a launch goes by; it may be left over from another run."""
     return os.environ.get(variable) == str(value)
 
 
 def _told_by(variable: str, value: object) -> str:
-    return f" ({variable})" if is_told(variable, value) else ""
+    return f" ({variable})" if is_from_environment(variable, value) else ""
 
 
 def check_place(unit: str, island: int | None, rendezvous: str | None) -> None:
     """Raises `ConfigError` if only the environment starts an island alone, and nothing says where it meets others."""
-    if island is not None and rendezvous is None and is_told(ENV_ISLAND, island):
+    if island is not None and rendezvous is None and is_from_environment(ENV_ISLAND, island):
         raise ConfigError(
             f"{ENV_ISLAND}={island} in the environment starts {unit} {island} alone, and nothing says where it meets "
             f"the others: give --rendezvous, or unset {ENV_ISLAND} to start all {unit}s on this machine"

@@ -21,7 +21,7 @@ from hf_diloco.apps.vision.train import simulate_nodes
 from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
-from hf_diloco.cli.plan import LaunchOptions, Plan, is_told, leave_other_launchers, load_options, make_plan
+from hf_diloco.cli.plan import LaunchOptions, Plan, is_from_environment, leave_other_launchers, load_options, make_plan
 from hf_diloco.config.base import ENV_ISLAND
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import load_run, print_report, summarise
@@ -75,7 +75,7 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
         ConfigError: an option is for islands that are processes, or a setting is wrong.
         DiLoCoError: the first error that an island met.
     """
-    island = None if is_told(ENV_ISLAND, options.island) else options.island
+    island = None if is_from_environment(ENV_ISLAND, options.island) else options.island
     given = {"--island": island, "--rendezvous": options.rendezvous, "--islands": options.num_islands}
     if wrong := [name for name, value in given.items() if value is not None]:
         raise ConfigError(f"{wrong[0]} beside --simulate {num_islands}, which trains all of them in this process")

@@ -30,7 +30,6 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.trainer.arguments import (
-    CommonSteps,
     check_gossip_arguments,
     examples_per_step,
     floats,
@@ -40,6 +39,7 @@ from hf_diloco.trainer.arguments import (
     name_evaluated,
 )
 from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
+from hf_diloco.trainer.common_steps import CommonSteps
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.record import NodeRecord
