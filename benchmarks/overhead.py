@@ -1,6 +1,6 @@
 """What the outer loop costs: training between synchronisations, a synchronisation, and memory.
 
-    python benchmarks/overhead.py            # all four
+    python benchmarks/overhead.py            # all five
     python benchmarks/overhead.py sync --islands 4
     python benchmarks/overhead.py one-island --every 20
 
@@ -13,6 +13,8 @@ sync       seconds of a synchronisation of `--values` fp32 parameters between pr
            chunked Gloo all-reduce of as many values by the same processes, taking turns. Also the least that it could
            take where the all-reduce leaves no core idle: the all-reduce, and moving through memory what the outer step
            must read and write (masters, outer parameters and momentum, each once), as fast as a copy does.
+standstill seconds that training stands still where a round of `--values` parameters begins behind the inner steps,
+           over reading them and making the pseudo-gradient, with which a round that training waits for begins.
 memory     host memory that the outer loop adds, in bytes a parameter: at rest and at its peak in a synchronisation.
 """
 
@@ -177,6 +179,42 @@ def sync(args: argparse.Namespace) -> dict[str, float]:
     return run_islands(args, args.islands)
 
 
+def standstill(args: argparse.Namespace) -> dict[str, float]:
+    """Rounds of one island that begin behind its inner steps, and between them what would begin them before these."""
+    import torch
+    from torch import nn
+
+    from hf_diloco.config.diloco import DiLoCoConfig
+    from hf_diloco.inner import open_shards
+    from hf_diloco.inner.island import IslandGroup
+    from hf_diloco.rounds.open import open_session
+    from hf_diloco.rounds.round import SyncClock, capture
+
+    torch.set_num_threads(1)
+    model = nn.ParameterList([nn.Parameter(torch.ones(args.values // 100)) for _ in range(100)])
+    island = IslandGroup()
+    session = open_session(DiLoCoConfig(num_islands=1, sync_every=2, fragment_sync_delay=1), island)
+    before: list[float] = []
+    behind: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        session.join(open_shards(model, torch.optim.SGD(model.parameters())), Path(folder))
+        for _ in range(args.repeats + 1):
+            begin = time.perf_counter()
+            capture(session.outer, SyncClock()).complete(island)
+            before.append(time.perf_counter() - begin)
+            while not session.outer.is_due:
+                session.outer.count_step()
+            begin = time.perf_counter()
+            session.advance()
+            behind.append(time.perf_counter() - begin)
+            session.settle()
+            session.outer.count_step()
+            session.advance()
+        session.leave(finished=False)
+    in_time, hidden = statistics.median(before[1:]), statistics.median(behind[1:])
+    return {"in training s": in_time, "behind the inner steps s": hidden, "ratio": hidden / in_time}
+
+
 def memory(args: argparse.Namespace) -> dict[str, float]:
     """What the outer loop adds to an island of one rank."""
     result = run_islands(args, 2)
@@ -327,7 +365,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="*", choices=["training", "one-island", "sync", "memory", []], help="default: all"
+        "what", nargs="*", choices=["training", "one-island", "sync", "standstill", "memory", []], help="default: all"
     )
     parser.add_argument("--islands", type=int, default=2, help="of the sync benchmark")
     parser.add_argument("--values", type=int, default=100_000_000, help="fp32 parameters to synchronise")
@@ -336,7 +374,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="steps of a turn")
     parser.add_argument("--every", type=int, default=20, help="steps between the outer steps of one island")
     args = parser.parse_args()
-    parts = {"training": training, "one-island": one_island, "sync": sync, "memory": memory}
+    parts = {
+        "training": training,
+        "one-island": one_island,
+        "sync": sync,
+        "standstill": standstill,
+        "memory": memory,
+    }
     for name in args.what or parts:
         print(name)
         for label, value in parts[name](args).items():

@@ -134,38 +134,43 @@ class Fragment:
         self.partition.gather(self.scratch)
         self.method.start(self.scratch)
 
-    def pseudo_gradient(self, with_residual: bool = True) -> tuple[torch.Tensor, float]:
-        """What this island contributes to the next round. Neither the masters nor the outer state are changed.
+    def read_masters(self) -> torch.Tensor:
+        """Copies this rank's part of the masters into `scratch`, which it returns. Collective in the island."""
+        self.partition.gather(self.scratch)
+        return self.scratch
+
+    def pseudo_gradient_(self, island: IslandGroup, num_steps: int | None, with_residual: bool = True) -> float:
+        """Turns what `read_masters` has read into what this island contributes to a round; nothing else is changed.
 
         With error feedback, what was left out of its earlier ones is added. Collective over the island's ranks.
 
         Args:
+            island: the ranks of the island; a group that nothing else uses meanwhile.
+            num_steps: inner steps behind it; None where the next ones have begun.
             with_residual: False for what was trained only; what is known of the last pseudo-gradient stays known.
 
         Returns:
-            This rank's part of it, in `scratch`, and the sum of the squares of the whole; the sum is not finite
-            exactly if some value is not, or is beyond all reason.
+            The sum of the squares of the whole; not finite exactly if some value is not, or is beyond all reason.
         """
-        own_square = self.take_progress()
+        own_square = self.method.pseudo_gradient_(self.scratch)
         if with_residual and self.feedback is not None:
             fed_square = self.feedback.add_(self.scratch)
-            self._fed_at = self.steps
+            self._fed_at = num_steps
             if math.isfinite(own_square):  # else it is beyond all reason, which sums in fp64 do not tell
                 own_square = fed_square
-        (square,) = self._island.sum([own_square])
-        return self.scratch, square
+        (square,) = island.sum([own_square])
+        return square
 
     def take_progress(self) -> float:
         """Puts the outer parameters less the masters into `scratch`; returns the sum of this rank's squares."""
-        self.partition.gather(self.scratch)
-        return self.method.pseudo_gradient_(self.scratch)
+        return self.method.pseudo_gradient_(self.read_masters())
 
     def step(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
         """Takes the outer step with the averaged pseudo-gradient; the masters stay as they are.
 
         Args:
             mean: this rank's part of it.
-            took_part: it was made with what `pseudo_gradient` returned last.
+            took_part: it was made with what `pseudo_gradient_` made last.
             rates: see `OuterMethod.step`.
         """
         if took_part:
@@ -173,7 +178,7 @@ class Fragment:
         self.method.step(mean, rates)
 
     def commit_feedback(self) -> None:
-        """What `pseudo_gradient` returned last was used: what it left out counts from now on."""
+        """What `pseudo_gradient_` made last was used: what it left out counts from now on."""
         if self.feedback is not None:
             self.feedback.commit()
             self._fed_at = None

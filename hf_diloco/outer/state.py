@@ -196,7 +196,7 @@ class OuterState:
         Args:
             round_number: of the round.
             mean: this rank's part of the averaged pseudo-gradient.
-            took_part: it was made with what `Fragment.pseudo_gradient` returned last.
+            took_part: it was made with what `Fragment.pseudo_gradient_` made last.
             rates: the inner learning rates that the round's plan holds.
             island: see `Fragment.make_digest`.
         """

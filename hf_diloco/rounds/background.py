@@ -1,7 +1,7 @@
 """Rounds behind the inner steps: captured, carried out on a thread of their own, and landed some inner steps later.
 
     begin: capture; the fragment's next inner steps begin
-    on the thread: the way of every contribution (`rounds.round`)
+    on the thread: the pseudo-gradient is made, and goes the way of every contribution (`rounds.round`)
     land, `config.delay` inner steps later: write masters
 
 Several may be under way; they are carried out, and land, in their order.

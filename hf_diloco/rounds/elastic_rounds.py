@@ -22,17 +22,9 @@ from hf_diloco.outer.fragment import Fragment
 from hf_diloco.rounds.catch_up import Archive, Recovery
 from hf_diloco.rounds.context import Offers, RoundContext
 from hf_diloco.rounds.engines import Engine
-from hf_diloco.rounds.round import (
-    AverageStats,
-    Contribution,
-    Part,
-    RoundPassed,
-    Rounds,
-    SyncClock,
-    SyncReport,
-    capture,
-)
+from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, SyncClock, SyncReport, capture
 from hf_diloco.rounds.round_plan import Doubts, PlannedRound, QuorumPlans
+from hf_diloco.transport.base import AverageStats
 
 MAX_IN_A_ROW = 4
 """Attempts that islands make of a round one after the other. If all are aborted, what ails them may last: the round is
@@ -115,7 +107,9 @@ class ElasticRounds(Rounds):
         number = self.outer.round + 1
         if self.config.is_direct or self._offers.holds(number, self.outer.steps):
             return
-        self.plans.leave(self._offers.make(self.capture(SyncClock())))
+        own = self.capture(SyncClock())
+        own.complete(self.island)
+        self.plans.leave(self._offers.make(own))
 
     def rest(self) -> None:
         """Returns when no average is on its way into the store: it may be overwritten."""
@@ -185,7 +179,8 @@ class ElasticRounds(Rounds):
             gone = PayloadError(f"the average of round {planned.round} is not in the store")
             self.recovery.pass_over(planned, gone, part, is_resuming)
             return None
-        own = own or capture(self.outer, clock, with_residual=part is Part.WHOLE)
+        own = own or capture(self.outer, clock)
+        own.complete(self.island, with_residual=part is Part.WHOLE)
         own.part = part
         # The average may replace progress that is used up; other progress must outlast it. So must what begins behind
         # the inner steps while the average is yet on its way into the store.

@@ -321,6 +321,8 @@ class EagerRounds:
         if fragment.is_owed_a_mean:  # the checkpoint was written when that round could not take place
             yield self._carry_out_now(self._anticipated(fragment))
         own = self._background.begin()
+        with own.clock.counts("applying"):  # the next inner steps wait for it
+            own.complete(self.island)
         if is_last:  # what momentum has left of the islands' differences goes with it
             own.further_vectors = [
                 last := FurtherVector(fragment.partition, lambda: fragment.last_parameters(own.delta))
@@ -351,6 +353,7 @@ class EagerRounds:
             fragment=fragment,
             delta=delta,
             square=square,
+            is_complete=True,
             weight=max(0.0, fragment.method.ahead),
             steps=0,
             examples=0.0,

@@ -15,9 +15,9 @@ from hf_diloco.inner.partition import Partition
 from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.round import Contribution, FurtherVector, LaneStats, RoundRepeated, Rounds, SyncReport
+from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, Rounds, SyncReport
 from hf_diloco.rounds.round_plan import PlannedRound, Plans
-from hf_diloco.transport.base import Exchange, Traffic
+from hf_diloco.transport.base import Exchange, LaneStats, Traffic
 
 
 class FixedRounds(Rounds):

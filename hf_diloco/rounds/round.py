@@ -1,6 +1,7 @@
 """The way of a contribution: captured once, then agree -> average -> vote -> outer step, in one piece of code.
 
-    capture      read the masters, make the pseudo-gradient           nothing is changed
+    capture      read the masters                                     nothing is changed
+    complete     make the pseudo-gradient                             where the round is carried out
     agree        who takes part in its round                          see `Plans`, and who decides
     average      into scratch memory
     vote         the round is committed for all, or for none          until here nothing is changed
@@ -20,10 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import xxhash
 
 from hf_diloco.errors import DiLoCoError
 from hf_diloco.inner.island import IslandGroup
@@ -33,7 +33,7 @@ from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.round_plan import PlannedRound, Plans
-from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.base import AverageStats, Traffic
 
 logger = logging.getLogger("hf_diloco")
 
@@ -82,8 +82,8 @@ class Contribution:
     Attributes:
         number: of its round.
         fragment: whose round it is.
-        delta: this rank's part of the pseudo-gradient, in the fragment's scratch vector.
-        square: of the whole island's.
+        delta: this rank's part of the pseudo-gradient, in the fragment's scratch vector; of the masters, until
+            `complete`.
         weight: what it weighs in the average.
         steps: inner steps behind it.
         examples: examples or tokens behind it.
@@ -94,12 +94,13 @@ class Contribution:
         part: how much of it the round uses up.
         used: what the others have read of it, where that is a part that is known.
         further_vectors: what else the round averages, where all islands must be there.
+        square: of the whole island's pseudo-gradient.
+        is_complete: the pseudo-gradient is made.
     """
 
     number: int
     fragment: Fragment
     delta: torch.Tensor
-    square: float
     weight: float
     steps: int
     examples: float
@@ -110,6 +111,29 @@ class Contribution:
     part: Part = Part.WHOLE
     used: torch.Tensor | None = None
     further_vectors: Sequence[FurtherVector] = ()
+    square: float = math.nan
+    is_complete: bool = False
+
+    def complete(self, island: IslandGroup, with_residual: bool = True) -> None:
+        """Makes the pseudo-gradient, once. Collective over the island's ranks.
+
+        Where training does not wait for the round, it does not wait for this either: nothing changes the outer
+        parameters of a fragment while its round is under way.
+
+        Args:
+            island: see `Fragment.pseudo_gradient_`, as the next.
+            with_residual: False for what was trained only.
+        """
+        if self.is_complete:
+            return
+        num_steps = None if self.is_begun else self.steps
+        with self.applying():
+            self.square = self.fragment.pseudo_gradient_(island, num_steps, with_residual)
+        self.is_complete = True
+
+    def applying(self) -> AbstractContextManager[None]:
+        """Counts what is done within, if training waits for it."""
+        return nullcontext() if self.is_begun else self.clock.counts("applying")
 
     @property
     def is_finite(self) -> bool:
@@ -143,13 +167,12 @@ class Contribution:
         self.fragment.install_in = None
 
 
-def capture(outer: OuterState, clock: SyncClock, with_residual: bool = True) -> Contribution:
+def capture(outer: OuterState, clock: SyncClock) -> Contribution:
     """This island's progress since the last round of the fragment that is next. Collective over the island's ranks.
 
     Args:
         outer: this rank's outer state, which is not changed.
         clock: of the round.
-        with_residual: see `Fragment.pseudo_gradient`.
 
     Raises:
         UnsupportedError: what the island trains is no longer what islands exchange.
@@ -157,12 +180,12 @@ def capture(outer: OuterState, clock: SyncClock, with_residual: bool = True) -> 
     outer.shards.check_trained()
     fragment, number, config = outer.current, outer.num_begun + 1, outer.config
     with clock.counts("applying"):
-        delta, square = fragment.pseudo_gradient(with_residual)
+        delta = fragment.read_masters()
     weight = fragment.weight
     if config.weight_by == "uniform":  # who comes and goes may have taken more or fewer steps than the others
         weight = fragment.steps / steps_before(config, number) if config.meets_in_store else 1.0
     return Contribution(
-        number, fragment, delta, square, weight, fragment.steps, fragment.weight, fragment.due_at, outer.rates, clock
+        number, fragment, delta, weight, fragment.steps, fragment.weight, fragment.due_at, outer.rates, clock
     )
 
 
@@ -193,6 +216,7 @@ class Rounds(ABC):
 
     def agree(self, own: Contribution) -> PlannedRound:
         """Offers what this island has, and waits for the plan."""
+        own.complete(self.island)
         with own.clock.counts("exchanging"):
             offer = self.make_offer(own)
         with own.clock.counts("waiting"):
@@ -218,7 +242,7 @@ class Rounds(ABC):
         if stats is None or not self.commit(planned, own, mean, stats.digest):
             return None
         took_part = own.part is Part.WHOLE and self.config.island in planned.participants
-        with nullcontext() if own.is_begun else own.clock.counts("applying"), self.progress(planned, own):
+        with own.applying(), self.progress(planned, own):
             self.outer.step(planned.round, mean, took_part, planned.plan.rates, self.island)
         return self._report(planned, own, stats)
 
@@ -345,46 +369,6 @@ class SyncClock:
             yield
         finally:
             setattr(self, what, getattr(self, what) + time.monotonic() - begun)
-
-
-class AverageStats:
-    """What is learnt of an average block by block while these are in the cache: sums for the cosine.
-
-    Attributes:
-        dot: of this rank's own values and the average.
-        square: of the average.
-        digest: of the whole island's average.
-    """
-
-    def __init__(self) -> None:
-        self.dot = 0.0
-        self.square = 0.0
-        self.digest = ""
-
-    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """See `transport.base.Observer`."""
-        self.dot += float(torch.dot(own, mean))
-        self.square += float(torch.dot(mean, mean))
-
-
-class LaneStats(AverageStats):
-    """The same, and a digest of each lane's average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._digests: list[Any] = []
-
-    def begin_lane(self) -> None:
-        self._digests.append(xxhash.xxh3_128())
-
-    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        super().observe(own, mean)
-        self._digests[-1].update(mean.numpy().data)
-
-    @property
-    def digests(self) -> list[str]:
-        """The digest of each lane, in order."""
-        return [digest.hexdigest() for digest in self._digests]
 
 
 def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float | None:

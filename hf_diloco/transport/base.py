@@ -14,8 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
+import xxhash
 from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
@@ -213,6 +215,46 @@ class Exchange(ABC):
     @abstractmethod
     def close(self) -> None:
         """Lets go of all connections at once; may be called more than once."""
+
+
+class AverageStats:
+    """What is learnt of an average block by block while these are in the cache: sums for the cosine.
+
+    Attributes:
+        dot: of this rank's own values and the average.
+        square: of the average.
+        digest: of the whole island's average.
+    """
+
+    def __init__(self) -> None:
+        self.dot = 0.0
+        self.square = 0.0
+        self.digest = ""
+
+    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """See `Observer`."""
+        self.dot += float(torch.dot(own, mean))
+        self.square += float(torch.dot(mean, mean))
+
+
+class LaneStats(AverageStats):
+    """The same, and a digest of each lane's average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._digests: list[Any] = []
+
+    def begin_lane(self) -> None:
+        self._digests.append(xxhash.xxh3_128())
+
+    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        super().observe(own, mean)
+        self._digests[-1].update(mean.numpy().data)
+
+    @property
+    def digests(self) -> list[str]:
+        """The digest of each lane, in order."""
+        return [digest.hexdigest() for digest in self._digests]
 
 
 def averaged_by_all(num_islands: int, codec: Codec) -> bool:

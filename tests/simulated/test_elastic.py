@@ -39,6 +39,7 @@ from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.joining import Joining, await_islands
+from hf_diloco.rounds.round import SyncClock, capture
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.status.check import check_store
 from hf_diloco.status.observer import Observer
@@ -723,8 +724,8 @@ def test_an_offer_that_was_used_later_leaves_what_the_codec_left_out(
     since = offered - first.weights
     second.train(2)  # finds the first one's offer, so there is a quorum
     assert second.reports[-1].participants == [0, 1]
-    if not is_known:
-        first.session.outer.current.pseudo_gradient()  # as for an offer that the store did not take
+    if not is_known:  # as for an offer that the store did not take
+        capture(first.session.outer, SyncClock()).complete(first.session.island)
     before = first.residual
     first.session.outer.current.due_at = 0
     assert first.session.sync().round == 3
@@ -805,7 +806,7 @@ def test_a_round_that_was_carried_out_but_not_heard_of_leaves_what_the_codec_lef
     deaf.step()
     progress, residual = deaf.progress, deaf.residual
     if not is_known:
-        deaf.session.outer.current.pseudo_gradient()
+        capture(deaf.session.outer, SyncClock()).complete(deaf.session.island)
     deaf.session.outer.current.due_at = 0
     deaf.sync()
     assert (deaf.hash, deaf.session.outer.round, deaf.session.outer.steps) == (islands[0].hash, 3, 1)

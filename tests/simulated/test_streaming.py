@@ -126,14 +126,25 @@ def test_examples_of_a_step_count_for_every_fragment(tmp_path: Path) -> None:
     assert weights == [6.0, 12.0, 12.0, 12.0]
 
 
-def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
-    """Island 1 comes to its round only after island 0 has taken all the steps of the delay."""
+def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Island 1 comes to its round only after island 0 has taken all the steps of the delay.
+
+    Pseudo-gradients are made behind the steps, too."""
     run = Run(tmp_path, 2, sync_every=4, fragment_sync_delay=3)
     has_trained = threading.Event()
+    makers: list[str] = []
 
     def island_main(island: int) -> float:
         model = Stack()
         session = run.join(island, model)
+        method = session.outer.current.method
+        make = method.pseudo_gradient_
+
+        def make_and_note(parameters: torch.Tensor) -> float:
+            makers.append(threading.current_thread().name)
+            return make(parameters)
+
+        monkeypatch.setattr(method, "pseudo_gradient_", make_and_note)
         steps = steps_of(session, model, make_optimizer(model), batches(island, NUM_STEPS), NUM_STEPS)
         hidden = 0.0
         for number, ended in enumerate(steps, start=1):
@@ -148,6 +159,7 @@ def test_training_goes_on_while_a_round_is_under_way(tmp_path: Path) -> None:
 
     hidden = run_islands(2, island_main)
     assert hidden[0] > 0
+    assert all(name.startswith("hf-diloco-round") for name in makers[:4]), makers
 
 
 # Going on from a checkpoint

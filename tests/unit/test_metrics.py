@@ -13,9 +13,10 @@ import pytest
 import torch
 import xxhash
 
-from hf_diloco.rounds.round import LaneStats, SyncReport
+from hf_diloco.rounds.round import SyncReport
 from hf_diloco.trainer.progress import Progress
 from hf_diloco.trainer.record import IslandRecord, Record
+from hf_diloco.transport.base import LaneStats
 
 
 def read(path: Path) -> list[dict[str, Any]]:
