@@ -36,6 +36,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -588,6 +589,11 @@ class Tormentor:
             self._archipelago.start(island.number)
 
 
+def leave_in_order(number: int, frame: FrameType | None) -> None:
+    """What SIGTERM does: ends this process as an error does, so that none of its islands is left."""
+    sys.exit(128 + number)
+
+
 def say(archipelago: Archipelago, text: str) -> None:
     """Prints what happens, with the round at which it does."""
     print(f"{time.strftime('%H:%M:%S')}  round {archipelago.round:4d}  {text}", flush=True)
@@ -606,6 +612,7 @@ def main() -> None:
         "--folder", type=Path, help="where to run; default: a temporary folder, kept if something fails"
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, leave_in_order)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     url = f"file://{(folder / 'store').resolve()}" if args.store == "file" else args.store

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks.chaos import STUCK_SECONDS, Event, Island
+from benchmarks.chaos import STUCK_SECONDS, Event, Island, leave_in_order
 from hf_diloco.cli.devices import free_ports
 from hf_diloco.gossip.checkpoint import lives_of, whole_checkpoints
 from hf_diloco.gossip.resumption import Held, choose_step
@@ -353,6 +353,7 @@ def main() -> None:
     parser.add_argument("--method", default="decentlam")
     parser.add_argument("--folder", type=Path, help="where to run; default: a temporary folder, kept if it fails")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, leave_in_order)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-nodes-"))
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
