@@ -19,7 +19,7 @@ from hf_diloco.status.observer import TIMEOUT, Observer, observe
 from hf_diloco.store.credentials import load_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.utils import text
-from hf_diloco.utils.tables import empty_table, fact_table, output, plain, print_figures, warning
+from hf_diloco.utils.tables import empty_table, fact_table, output, plain, print_figures, warning, within
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url
 
 MAX_FAILURES = 3
@@ -133,7 +133,7 @@ def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
         from rich.live import Live
 
         with Live(console=console, auto_refresh=False) as live:
-            yield lambda status: live.update(render(status), refresh=True)
+            yield lambda status: live.update(within(console, render(status)), refresh=True)
 
 
 def render(status: RunStatus) -> Group:

@@ -178,7 +178,6 @@ def tiles(status: RunStatus) -> list[Tile]:
     speed = sum(island.tokens_per_second or 0 for island in alive)
     sent = sum(entry.payload_bytes or 0 for entry in status.rounds)
     of_all = f"of {status.num_rounds:,}" if status.num_rounds is not None else "committed"
-    took = text.seconds(status.seconds_per_round)
     who = Tile(f"{status.unit.capitalize()}s", f"{len(alive)} alive", f"silent: {text.numbers(silent) or 'none'}")
     refused = Tile("Refused", text.count(len(status.refused)), text.plural("object", len(status.refused)))
     if status.unit == "node":
@@ -187,7 +186,7 @@ def tiles(status: RunStatus) -> list[Tile]:
     rounds = f"in the last {text.counted(len(status.rounds), 'round')}"
     return [
         Tile("Rounds", text.count(status.round), of_all),
-        Tile("A round takes", took, f"median of the last {len(status.rounds)}"),
+        Tile("A round takes", models.took(status.seconds_per_round), f"median of the last {len(status.rounds)}"),
         who,
         Tile("Tokens/s", text.rate(speed or None), "of the islands that are alive"),
         *([] if status.waits_for_all else [Tile("Offered", text.size(sent), rounds)]),

@@ -197,8 +197,8 @@ def _progress(status: RunStatus) -> str:
         return f"{progress}: the run is over"
     if status.seconds_per_round is None:
         return progress
-    progress += f", {text.seconds(round(status.seconds_per_round, 2))} each"
-    if status.num_rounds is None or status.num_rounds <= status.round:
+    progress += f", {took(status.seconds_per_round)} each"
+    if status.num_rounds is None or status.num_rounds <= status.round or not status.seconds_per_round:
         return progress
     return f"{progress}, {text.seconds((status.num_rounds - status.round) * status.seconds_per_round)} to go"
 
@@ -242,8 +242,13 @@ def round_row(entry: RoundStatus) -> tuple[str, ...]:
         text.numbers(entry.participants or entry.offered) or text.MISSING,
         "; ".join(left_out) or text.MISSING,
         "direct" if entry.payload_bytes is None else text.size(entry.payload_bytes),
-        text.seconds(None if entry.seconds is None else round(entry.seconds, 2)),
+        took(entry.seconds),
     )
+
+
+def took(seconds: float | None) -> str:
+    """How long a round took, by the store's clock, which may show whole seconds only, as that of S3."""
+    return text.seconds(seconds and round(seconds, 2)) if seconds is None or seconds >= 0.005 else "under 1 s"
 
 
 def _sign_of_life(island: IslandStatus) -> str:

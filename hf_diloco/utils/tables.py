@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -57,6 +57,20 @@ def print_figures(console: Console, *parts: RenderableType) -> None:
         console.width = max(width, _needed(console, part)) if isinstance(part, Table) else width
         console.print(part)
     console.width = width
+
+
+def within(console: Console, group: Group) -> Group:
+    """What `print_figures` prints, with the lines that are broken: for a place whose height must be known."""
+
+    def broken(part: RenderableType) -> RenderableType:
+        if not isinstance(part, Table):
+            return part
+        wide = console.options.update(width=max(console.width, _needed(console, part)))
+        lines = console.render_lines(part, wide, pad=False)
+        shown = (Text.assemble(*((one.text, one.style or "") for one in line)) for line in lines)
+        return Text("\n", overflow="fold").join(shown)
+
+    return Group(*map(broken, group.renderables))
 
 
 def _needed(console: Console, table: Table) -> int:

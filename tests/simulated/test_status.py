@@ -33,7 +33,7 @@ from hf_diloco.status.observer import Observer, observe
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MAX_RECORD_BYTES
 from hf_diloco.transport.open import MeshTransport
-from hf_diloco.utils.tables import print_figures
+from hf_diloco.utils.tables import print_figures, within
 from tests.clocks import AT_ONCE, StillClock
 from tests.fixed_runs import FixedIsland
 from tests.islands import run_islands, try_islands
@@ -77,6 +77,13 @@ def shown(found: RunStatus, width: int = 200) -> str:
     console = Console(width=width, file=None)
     with console.capture() as capture:
         print_figures(console, *render(found).renderables)
+    return capture.get()
+
+
+def watched(found: RunStatus, width: int) -> str:
+    console = Console(width=width, file=None)
+    with console.capture() as capture:
+        console.print(within(console, render(found)))
     return capture.get()
 
 
@@ -304,6 +311,9 @@ def test_long_host_names_give_way(meeting: Meeting) -> None:
     narrow = shown(found, width=40)
     assert re.search(r"^ +1 +\S+ +\w+ +.* \d of 2 +\S+ +1 +1 *$", narrow, re.MULTILINE), narrow
     assert re.search(r"^ +3 +committed +1 +0, 1 +— +\S+ k?B +\S+ s$", narrow, re.MULTILINE), narrow
+    lines = watched(found, width=40).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "".join("".join(lines).split()) == "".join(narrow.split()), "a terminal that watches shows all of it"
 
 
 @pytest.mark.parametrize(
@@ -406,6 +416,15 @@ def test_how_long_a_run_has_to_go_and_that_no_snapshot_is_whole(meeting: Meeting
     told = dict(figures(look(meeting).model_copy(update=update)))
     assert told["rounds"] == "4 of 10 committed, 1 min 30 s each, 9 min 0 s to go"
     assert told["snapshot"] == "none that is whole"
+
+
+def test_rounds_within_one_second_of_the_clock_of_s3(meeting: Meeting) -> None:
+    start(meeting, 4)
+    found = look(meeting)
+    rounds = [entry.model_copy(update={"seconds": 0.0}) for entry in found.rounds]
+    found = found.model_copy(update={"num_rounds": 10, "seconds_per_round": 0.0, "rounds": rounds})
+    assert dict(figures(found))["rounds"] == "2 of 10 committed, under 1 s each"
+    assert re.search(r"^ +2 +committed .* under 1 s$", shown(found), re.MULTILINE)
 
 
 def test_a_run_folder_says_where_its_islands_meet(meeting: Meeting, tmp_path: Path) -> None:
