@@ -38,6 +38,10 @@ def test_import_is_cheap() -> None:
         ({"augment": {"random_resized_crop": {"scale": [0.5, 1.5]}}}, "a crop is at most the whole image"),
         ({"normalize": {"mean": [0.5], "std": [0.5, 0.5]}}, "mean has 1 channels, but std has 2"),
         ({"normalize": {"mean": [0.5], "std": [0.0]}}, "greater than 0"),
+        ({"normalize": {"mean": [123.7], "std": [0.2]}}, r"mean is of pixels from 0 to 1, .* got \[123\.7\]; divide"),
+        ({"normalize": {"mean": [-0.1], "std": [0.2]}}, "mean is of pixels from 0 to 1"),
+        ({"normalize": {"mean": [0.5], "std": [58.4]}}, "std is of pixels from 0 to 1, so between 0.001 and 1"),
+        ({"normalize": {"mean": [0.5], "std": [1e-30]}}, "std is of pixels from 0 to 1"),
         ({"colour": True}, "Extra inputs are not permitted"),
     ],
 )

@@ -24,6 +24,8 @@ ImagePreset = Literal["resnet-tiny", "vit-tiny", "resnet-18", "resnet-50"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
+_MIN_STD = 0.001  # a quarter of one of the 255 steps of a pixel
+
 # the sources that each setting belongs to; settings of all sources are not listed
 _USES = {
     "path": ("idx", "folder", "hub"),
@@ -68,13 +70,19 @@ class AugmentBlock(Block):
 class NormalizeBlock(Block):
     """Mean and standard deviation of each channel, of pixels from 0 to 1."""
 
-    mean: list[Finite] = Field(min_length=1, max_length=3, description="one for each channel")
-    std: list[Positive] = Field(min_length=1, max_length=3, description="one for each channel")
+    mean: list[Finite] = Field(min_length=1, max_length=3, description="one for each channel, of pixels from 0 to 1")
+    std: list[Positive] = Field(min_length=1, max_length=3, description="one for each channel, of pixels from 0 to 1")
 
     @model_validator(mode="after")
     def _check(self) -> NormalizeBlock:
         if len(self.mean) != len(self.std):
             raise ValueError(f"mean has {len(self.mean)} channels, but std has {len(self.std)}")
+        for name, values, least in (("mean", self.mean, 0.0), ("std", self.std, _MIN_STD)):
+            if not all(least <= value <= 1 for value in values):
+                raise ValueError(
+                    f"{name} is of pixels from 0 to 1, so between {least:g} and 1, got {values}; divide one of pixels "
+                    "from 0 to 255 by 255"
+                )
         return self
 
 
