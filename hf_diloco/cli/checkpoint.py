@@ -38,7 +38,7 @@ def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     from hf_diloco.outer.export import find_checkpoint
     from hf_diloco.utils.tables import fact_table, output
 
-    facts = _facts(*find_checkpoint(checkpoint))
+    facts = _facts(*find_checkpoint(_where_written(checkpoint)))
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
@@ -77,10 +77,23 @@ def export(
 
     logging.set_verbosity_error()  # it would report all that was trained under ZeRO-3 as missing
     logging.disable_progress_bar()
-    found, index = find_checkpoint(checkpoint)
+    found, index = find_checkpoint(_where_written(checkpoint))
     write(found, index, folder, like)
     write_card_of_checkpoint(folder, index)
     typer.echo(f"wrote the outer parameters of {found} (round {index.round}, step {index.global_step}) to {folder}")
+
+
+def _where_written(folder: Path) -> Path:
+    """The folder in which an island's checkpoints are: of a script that was launched, mostly its own `output_dir`."""
+    from hf_diloco.errors import ConfigError
+    from hf_diloco.report import load_run
+
+    try:
+        island = load_run(folder).islands[0]
+    except ConfigError:  # it is a checkpoint, or nothing of a run
+        return folder
+    written = island.record.parent
+    return folder if written == island.folder else written
 
 
 def _facts(checkpoint: Path, index: OuterIndex) -> dict[str, Any]:

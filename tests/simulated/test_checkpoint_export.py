@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from hf_diloco import DiLoCoCallback
 from hf_diloco.cli.main import app
+from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.base import PlainShards
 from hf_diloco.inner.island import IslandGroup
@@ -34,11 +35,15 @@ from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import make_saving_trainer, weights_of
 
 
-def test_tied_weights_of_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_tied_weights_of_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = tmp_path / "runs" / "launched"  # of `hf-diloco launch -- COMMAND`
+    (launched / "island-0").mkdir(parents=True)
+    monkeypatch.setenv(ENV_FOLDER, str(launched / "island-0"))
     trainer = make_saving_trainer(tmp_path / "run", DiLoCoCallback(sync_every=3))
     trainer.train()
     shown = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run"), "--json"])
     facts = json.loads(shown.output)
+    assert CliRunner().invoke(app, ["checkpoint", "inspect", str(launched), "--json"]).output == shown.output
     assert (facts["round"], facts["step"], facts["ranks"], facts["trained_with"]) == (2, 6, 1, "plain")
     table = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")]).output
     assert str(tmp_path / "run" / "checkpoint-6") in "".join(table.split())
