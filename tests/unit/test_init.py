@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import kubernetes_validate
 import pytest
@@ -20,7 +20,8 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
-from hf_diloco.cli.engines import plan_deployment
+from hf_diloco.cli.engines import ENGINES, plan_deployment
+from hf_diloco.cli.init import init as init_command
 from hf_diloco.cli.log import STOPPED
 from hf_diloco.cli.main import app
 from hf_diloco.cli.plan import LaunchOptions
@@ -48,6 +49,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "configs" / "deepspeed" / "zero2.json", tmp_path)
     write_run_file()
     return tmp_path
+
+
+def test_the_help_and_the_templates_are_of_the_same_engines() -> None:
+    argument = get_type_hints(init_command, include_extras=True)["engine"].__metadata__[0]
+    named = re.findall(r"\w+", argument.help.partition(":")[2].replace(" or ", " "))
+    assert named == list(ENGINES)
+    assert {path.name for path in (ROOT / "hf_diloco" / "templates" / "deploy").iterdir()} == {*ENGINES}
 
 
 def write_run_file(**changes: Any) -> None:
