@@ -57,8 +57,9 @@ def agent(folder: str, behaviour: str) -> int:
 def rank(folder: Path, behaviour: dict[str, Any]) -> int:
     """Trains for a number of steps.
 
-    behaviour: steps, starting, ending (seconds before and after), fail_at (step), stubborn (ignores every request),
-    misses_the_others (saves when asked to stop, but waits for an island that has left).
+    behaviour: steps, starting, ending (seconds before and after), fail_at (step), after (islands that train by then),
+    stubborn (ignores every request), misses_the_others (saves when asked to stop, but waits for an island that has
+    left).
     """
     steps = behaviour.get("steps", 10)
     if behaviour.get("stubborn"):
@@ -68,6 +69,8 @@ def rank(folder: Path, behaviour: dict[str, Any]) -> int:
     time.sleep(behaviour.get("starting", 0))
     for step in range(1, steps + 1):
         if step == behaviour.get("fail_at"):
+            while not all(trains(folder.parent / f"island-{other}") for other in behaviour.get("after", ())):
+                time.sleep(STEP_SECONDS)
             raise RuntimeError("the loss is not finite")
         time.sleep(STEP_SECONDS)
         say(
@@ -92,6 +95,13 @@ def rank(folder: Path, behaviour: dict[str, Any]) -> int:
     say(folder, state="done", step=steps, max_steps=steps)
     time.sleep(behaviour.get("ending", 0))
     return 0
+
+
+def trains(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "progress.json").read_text())["state"] == "training")
+    except FileNotFoundError:
+        return False
 
 
 def say(folder: Path, **progress: object) -> None:

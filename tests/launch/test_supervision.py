@@ -60,7 +60,7 @@ def test_islands_finish(tmp_path: Path, processes: Processes) -> None:
 
 
 def test_one_fails_and_the_others_save(tmp_path: Path, processes: Processes) -> None:
-    launched = launch(processes, tmp_path, LONG, {"fail_at": 5}, LONG)
+    launched = launch(processes, tmp_path, LONG, {"fail_at": 5, "after": [0, 2]}, LONG)
     output = launched.wait(expect=1).output
     assert "failed: island 1: exit code 1: RuntimeError: the loss is not finite" in output
     assert "launcher │ islands 0 and 2 finish the step and write a checkpoint" in output
@@ -130,7 +130,9 @@ def test_an_island_whose_folder_takes_no_file_keeps_no_other_from_its_checkpoint
 
 
 def test_ctrl_c_while_waiting_after_a_failure(tmp_path: Path, processes: Processes) -> None:
-    launched = launch(processes, tmp_path, {**LONG, "stubborn": True}, {**LONG, "fail_at": 20}, grace=100)
+    launched = launch(
+        processes, tmp_path, {**LONG, "stubborn": True}, {**LONG, "fail_at": 20, "after": [0]}, grace=100
+    )
     launched.wait_for("island 0 finishes the step")
     launched.interrupt()
     launched.wait_for("launcher │ ending island 0", timeout=AT_ONCE)
