@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.report.records import AnyRecord, Eval, Mix, Record, Start, Sync, parse_line
+from hf_diloco.report.records import AnyRecord, Eval, Mix, Neighbour, Record, Refused, Start, Sync, parse_line
 from hf_diloco.utils.files import METRICS_FILE, PROGRESS_FILE, SUMMARY_FILE, read_json
 from hf_diloco.utils.redact import redact
 
@@ -240,6 +240,8 @@ def _key(record: AnyRecord) -> tuple[str, int]:
     """What a later record of the same takes the place of; of one step outer and inner weights may be evaluated."""
     if isinstance(record, Sync):
         return record.event, record.round
+    if isinstance(record, Neighbour | Refused):  # each tells of others
+        return str(record), record.step
     return (f"{record.event} {record.weights}" if isinstance(record, Eval) else record.event), record.step
 
 

@@ -341,6 +341,16 @@ def test_contributions_that_were_refused_are_reported_by_island_and_reason(tmp_p
     )
 
 
+def test_all_news_of_one_step_are_reported(tmp_path: Path) -> None:
+    lost = [{"event": "neighbour", "step": 3, "news": f"node {node} was lost"} for node in (1, 2)]
+    refused = [{"event": "refused", "step": 2, "islands": {island: "forged"}} for island in "12"]
+    warnings = report_of(tmp_path, [start(num_islands=1), *refused, *lost, end()]).warnings
+    assert [warning for warning in warnings if "node" in warning] == [
+        f"node 0, step 3: node {n} was lost" for n in (1, 2)
+    ]
+    assert sum("refused what came in the name of" in warning for warning in warnings) == 2
+
+
 def test_a_loss_that_is_not_finite_is_reported(tmp_path: Path) -> None:
     report = report_of(tmp_path, [start(num_islands=1), train(2, 3.0), train(4, None), end()])
     (warning,) = report.warnings
