@@ -263,9 +263,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         if not optimizer.is_in_step:
             node.total += optimizer.traffic
             node.give_turn()
-        for news in node.take_news():
-            logger.warning("%s", news)
-            self._need_record().write("neighbour", state.global_step, news=news)
+        self._need_record().tell_news(state.global_step)
         assert self._common_steps is not None, "on_train_begin has not run"
         self._common_steps.end_step(state, control)
         if state.global_step < state.max_steps and self._all_end(state):
@@ -310,6 +308,7 @@ class GossipCallback(RunCallback[NodeRecord]):
                 consensus_distance=distance,
                 **floats(metrics),
             )
+            self._record.tell_news(state.global_step)  # no step may follow, after which it would be told
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Marks the checkpoint as whole."""

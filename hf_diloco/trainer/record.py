@@ -242,6 +242,12 @@ class NodeRecord(Record):
         values = {**self._last.since(told), "num_steps": max(1, step - told.step)}
         return {f"gossip/{name}": float(value) for name, value in values.items()}
 
+    def tell_news(self, step: int) -> None:
+        """Logs, and appends, what has become of other nodes."""
+        for news in self._node.take_news():
+            logger.warning("%s", news)
+            self.write("neighbour", step, news=news)
+
     def end(self, step: int) -> None:
         """Appends the last `mix`, and the sums."""
         self.mix(step)

@@ -159,6 +159,29 @@ def test_a_model_may_be_evaluated_before_it_is_trained(tmp_path: Path) -> None:
     assert events(tmp_path, "eval") == []
 
 
+class Loses(TrainerCallback):
+    """Somebody does not come to the mean of the last evaluation."""
+
+    def __init__(self) -> None:
+        self.news: list[str] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4 and "eval_loss" in kwargs["logs"]:
+            self.news.append("the average of all nodes is over node 0 from now on, without node 1")
+
+
+def test_what_the_last_evaluation_has_shown_of_the_others_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loses = Loses()
+    monkeypatch.setattr(NodeNeighbours, "take_news", lambda _: [loses.news.pop() for _ in list(loses.news)])
+    callback = GossipCallback(method="dsgd", num_nodes=1)
+    trainer = trainer_of(tmp_path, callback, Linear(), 0.0, data(0.0), eval_strategy="steps", eval_steps=2)
+    trainer.add_callback(loses)
+    trainer.train()
+    assert [event["step"] for event in events(tmp_path, "neighbour")] == [4]
+
+
 class Quiet(Trainer):
     """Evaluates in a way of its own, and calls no callback."""
 
