@@ -136,7 +136,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
     end = island.sections[-1].of(End)[-1:] if island.sections else []
     steps = island.last_step
     first = island.sections[0].start if island.sections else None  # it may be a resume, the earlier part left behind
-    num_steps = None if first is None or steps is None else max(0, steps - first.step)
+    num_steps = None if first is None or steps is None else sum(_steps_of_sections(island))
     outer, inner = _last_evaluations(island, steps if end else None)
     nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
     bytes_sent = total(sync.bytes_sent for sync in syncs) if syncs else nothing
@@ -235,21 +235,31 @@ def _seen(island: IslandRun, per_step: str, otherwise: float | None = None) -> i
 def seen_until(island: IslandRun, per_step: str, step: float = math.inf) -> float | None:
     """Tokens, or images, of an island's steps up to this one, as far as they are on record.
 
-    Each start counts at its own batch, which other ranks may have changed, until where a later one resumes.
+    Each start counts at its own batch, which other ranks may have changed.
 
     Args:
         per_step: what `Start` calls the number of them in a step.
         step: the last that counts, if the record goes so far.
     """
-    seen: float | None = None
+    numbers: list[float | None] = [getattr(section.start, per_step, None) for section in island.sections]
+    steps = _steps_of_sections(island, step)
+    return total(None if number is None else taken * number for number, taken in zip(numbers, steps, strict=True))
+
+
+def _steps_of_sections(island: IslandRun, step: float = math.inf) -> list[int]:
+    """How many steps of each section stand, of those up to `step`: until where a later one resumes.
+
+    A node that returns to the others begins behind steps that it has not taken.
+    """
+    steps: list[int] = []
     step = min(step, island.last_step or 0)
     for section in reversed(island.sections):
-        number: float | None = getattr(section.start, per_step, None)
-        if section.start is None or number is None:
-            return None
-        seen = (seen or 0.0) + max(0.0, step - section.start.step) * number
-        step = min(step, section.start.step)
-    return seen
+        begun = section.start.step if section.start else 0
+        is_node = section.start is not None and section.start.method is not None
+        last = max(record.step for record in section.records) if is_node else step
+        steps.insert(0, max(0, int(min(step, last)) - begun))
+        step = min(step, begun)
+    return steps
 
 
 def _per_second(sections: Sequence[Section], per_step: str) -> float | None:

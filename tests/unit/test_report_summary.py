@@ -13,6 +13,7 @@ from hf_diloco.report import Report, load_run, rows, summarise
 from tests.report_runs import (
     BYTES_A_ROUND,
     EVAL_LOSS,
+    PARAMETERS,
     end,
     evaluation,
     start,
@@ -384,6 +385,20 @@ def test_a_node_computes_while_its_exchanges_are_hidden(tmp_path: Path) -> None:
     (node,) = report.islands
     assert node.seconds is not None
     assert (node.seconds.computing, node.seconds.exchanging) == (7.5, 2.5)
+
+
+def test_steps_that_a_node_was_away_for_count_neither_as_images_nor_as_traffic(tmp_path: Path) -> None:
+    node: dict[str, Any] = {
+        "method": "dsgd",
+        "topology": "ring",
+        "num_islands": 2,
+        "tokens_per_step": None,
+        "max_steps": 104,
+    }
+    records = [start(**node), train(2, 1.0), start(step=100, time=1100.0, **node), train(104, 1.0), end(104)]
+    report = report_of(tmp_path, records)
+    assert (report.steps, report.num_images) == (104, 6 * 4)
+    assert report.bytes_per_step_sync == 6 * 2 * (1 / 2) * PARAMETERS * 4
 
 
 def test_a_run_without_an_outer_loop_has_no_other_weights(tmp_path: Path) -> None:
