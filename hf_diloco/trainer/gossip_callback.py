@@ -69,7 +69,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         fingerprint: further facts that must be equal on all nodes.
         stop_file: a file whose existence asks for a clean end, as `stop` does.
         num_eval_examples: of this node, where nodes evaluate different examples: metrics are then their weighted mean
-            over all nodes.
+            over all nodes, with the same weights for each of several data sets.
         evaluates_at_end: has the Trainer evaluate after the last step, whatever `eval_strategy` is.
         node: this node's neighbours, where they have met already.
         **settings: `GossipConfig` fields, instead of `config`.
