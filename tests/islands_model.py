@@ -347,7 +347,7 @@ class Life:
         if outcome.mean != mean:
             world.unverified.add(attempt.round)
             mean = outcome.mean
-        self._quorum.remember(attempt.round, plan)
+        self._quorum.remember(attempt)
         self._is_connected = is_connected
         self.round += 1
         self.state = _hash(self.state + mean)

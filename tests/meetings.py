@@ -18,8 +18,8 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.elastic import ElasticSession
+from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.open import open_session
-from hf_diloco.rounds.round import SyncReport
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.utils.clock import REAL, Clock
 from tests.islands import run_islands

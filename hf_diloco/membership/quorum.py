@@ -34,7 +34,6 @@ from hf_diloco.membership.round_records import (
     Digest,
     OfferRecord,
     OutcomeRecord,
-    PlanRecord,
     VoteRecord,
     missing_path,
     offer_path,
@@ -350,10 +349,10 @@ class Quorum:
             self._clock.sleep(_POLL_SECONDS)
         return outcome
 
-    def remember(self, round_number: int, plan: PlanRecord) -> None:
+    def remember(self, planned: Attempt) -> None:
         """See `Candidates.remember`. Who had to stay out of the round is on probation in the next one."""
-        self._candidates.remember(round_number, plan)
-        self._doubtful = self._latest.barred if self._latest.round == round_number else frozenset()
+        self._candidates.remember(planned.round, planned.agreed)
+        self._doubtful = self._latest.barred if self._latest.round == planned.round else frozenset()
 
 
 def _author_in(offer: str) -> str:

@@ -132,21 +132,52 @@ class VoteRecord(Record):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of one round, with what has been written of it."""
+    """One attempt of one round, with what has been written of it.
+
+    Attributes:
+        round, number: which.
+        plan, outcome: as far as there were some when this was read.
+        unusable: authors of the offers that earlier attempts of the round could not use, one entry an attempt.
+        doubtful: authors whose offers were of no use in the round before: once more is enough.
+        offers: those that the plan takes, in its order, once they have been read.
+    """
 
     round: int
     number: int
     plan: PlanRecord | None = None
     outcome: OutcomeRecord | None = None
     unusable: tuple[str, ...] = ()
-    """Authors of the offers that earlier attempts of the round could not use, one entry an attempt."""
     doubtful: frozenset[str] = frozenset()
-    """Authors whose offers were of no use in the round before: once more is enough."""
+    offers: tuple[OfferRecord, ...] = ()
 
     @property
     def path(self) -> str:
         """Where its records lie."""
         return f"rounds/{self.round:08d}/{self.number:02d}"
+
+    @property
+    def agreed(self) -> PlanRecord:
+        """The plan, where there is one."""
+        assert self.plan is not None
+        return self.plan
+
+    @property
+    def participants(self) -> dict[int, float]:
+        """Their weights, by island, in the order of the sum."""
+        return {participant.island: participant.weight for participant in self.agreed.participants}
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the outcome was known, and is that the round happened, when this was read."""
+        return self.outcome is not None and self.outcome.kind == "commit"
+
+    def place_of(self, island: int) -> int | None:
+        """The island's place among the participants."""
+        return next((place for place, offer in enumerate(self.offers) if offer.island == island), None)
+
+    def offer_by(self, island: int) -> OfferRecord | None:
+        """The island's offer, if it takes part."""
+        return next((offer for offer in self.offers if offer.island == island), None)
 
     @property
     def barred(self) -> frozenset[str]:

@@ -12,10 +12,14 @@ find two winners:
 
     commit      more than half of those that have not abstained hold one digest
     split       no digest can come to that any more: the attempt is aborted, and the round is taken again
+
+That islands compute different averages once may be chance, and more often is a fault. The round is taken again, from
+the same pseudo-gradients: who then comes to another average than before has computed at least one of them wrongly.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
@@ -23,11 +27,17 @@ from functools import partial
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.membership.candidates import Candidates, Rules
-from hf_diloco.membership.decisions import Decisions, is_outcome, outcome_path
+from hf_diloco.membership.decisions import Decisions, outcome_path
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.membership.round_records import ABSTENTION, OfferRecord, OutcomeRecord, VoteRecord, vote_path
+from hf_diloco.membership.round_records import ABSTENTION, Attempt, OfferRecord, OutcomeRecord, VoteRecord, vote_path
 from hf_diloco.utils.clock import Clock
 from hf_diloco.utils.waiting import Wait
+
+logger = logging.getLogger("hf_diloco")
+
+MAX_SPLITS = 3
+"""Attempts of one round in which islands disagree, before all end that do not know who is wrong."""
+_MAX_OUTVOTED = 2
 
 
 class Verdict(Enum):
@@ -172,7 +182,9 @@ class Voting:
         A commit of another average than this island's counts when the votes are known, as anybody may have written it.
         """
         paths = self._log.list(f"{folder}/")
-        outcome = self._decisions.outcome(folder) if any(map(is_outcome, paths)) else None
+        outcome = (
+            self._decisions.outcome(folder) if any(path.startswith(f"{folder}/outcome") for path in paths) else None
+        )
         if outcome is not None and (outcome.kind == "abort" or outcome.mean == mean):
             return outcome
         votes = self._read(folder, participants, paths)
@@ -183,3 +195,71 @@ class Voting:
         places = {vote_path(folder, island): island for island in participants}
         votes = self._log.read_all([path for path in paths if path in places], VoteRecord)
         return {places[path]: vote.mean if vote.island == places[path] else ABSTENTION for path, vote in votes.items()}
+
+
+class Doubts:
+    """What one island knows of its own averages. Equal on all ranks, as what they are told is.
+
+    Args:
+        is_leader: this rank says what happens.
+    """
+
+    def __init__(self, is_leader: bool) -> None:
+        self._level = logging.WARNING if is_leader else logging.DEBUG
+        self._round = 0
+        self._num_splits = 0
+        self._is_outvoted = False
+        self._num_outvoted = 0  # in a row, over rounds
+        self._seen: dict[object, str] = {}
+
+    def has(self, number: int) -> bool:
+        """Whether round `number` was decided otherwise than this island would have, or not at all."""
+        return self._round == number and (self._num_splits > 0 or self._is_outvoted)
+
+    def judge(self, planned: Attempt, digest: str, outcome: OutcomeRecord) -> str:
+        """Why this island must end after an attempt; "" if it need not.
+
+        Args:
+            planned: the attempt, as it was before this island voted.
+            digest: of the average that it holds.
+            outcome: of the attempt.
+        """
+        if planned.round != self._round:
+            self._round, self._num_splits, self._is_outvoted, self._seen = planned.round, 0, False, {}
+        if outcome.kind == "commit":
+            return self._compare(planned, digest, outcome.mean)
+        if not outcome.is_split:
+            return ""
+        contributions = tuple((offer.island, offer.incarnation, offer.serial) for offer in planned.offers)
+        before = self._seen.setdefault(contributions, digest)
+        self._num_splits += 1
+        if before != digest:
+            return (
+                f"this island comes to one average of the same pseudo-gradients and then to another ({before[:12]}, "
+                f"{digest[:12]}), and other islands to a third"
+            )
+        if self._num_splits >= MAX_SPLITS:
+            return (
+                f"in {self._num_splits} attempts islands came to different averages (this one to {digest[:12]}), and "
+                "no majority agrees"
+            )
+        logger.log(self._level, "round %d is tried again: the islands hold different averages", planned.round)
+        return ""
+
+    def _compare(self, planned: Attempt, digest: str, agreed: str) -> str:
+        if digest == agreed:
+            if not self._is_outvoted:
+                self._num_outvoted = 0
+            return ""
+        self._num_outvoted += 1
+        if self._num_outvoted >= _MAX_OUTVOTED:
+            return f"this island comes again to another average ({digest[:12]}) than the others ({agreed[:12]})"
+        self._is_outvoted = True
+        logger.log(
+            self._level,
+            "round %d is read again: this island comes to another average (%s) than the others (%s)",
+            planned.round,
+            digest[:12],
+            agreed[:12],
+        )
+        return ""

@@ -20,7 +20,8 @@ import torch
 from hf_diloco.errors import DiLoCoError, ExchangeError
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.round import Contribution, SyncClock, SyncReport, capture
+from hf_diloco.rounds.measures import SyncReport
+from hf_diloco.rounds.round import Contribution, SyncClock, capture
 
 
 class Background:

@@ -5,41 +5,64 @@ they come to a later state where what a decided round was made of is gone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 
 from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
-from hf_diloco.membership.round_records import OutcomeRecord, Snapshot, round_of
-from hf_diloco.rounds.context import LOOK_SECONDS, RoundContext
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.quorum import Quorum
+from hf_diloco.membership.round_records import Attempt, OutcomeRecord, Snapshot, round_of
+from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds.engines import Engine
 from hf_diloco.rounds.round import Part
-from hf_diloco.rounds.round_plan import PlannedRound
+from hf_diloco.rounds.snapshots import Snapshots
+from hf_diloco.utils.clock import Clock
 from hf_diloco.utils.text import name_all
 from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
+LOOK_SECONDS = 0.2
+"""How often who waits for others looks into the store."""
 
+
+@dataclass
 class Archive:
-    """One rank's part in it. What writes is collective over the island's ranks.
-
-    Args:
-        context: of the island's rounds.
+    """One rank's part in it. What writes, or takes over a state, is collective over the island's ranks.
 
     Attributes:
+        outer: this rank's outer state.
+        island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
+        engines: how values get from island to island, one a fragment.
+        snapshots: of the run.
+        quorum: decides rounds; on the island's leader only.
+        clock: by which it waits.
         last: the round that this process has completed last, and how it was decided.
     """
 
-    def __init__(self, context: RoundContext) -> None:
-        self.outer = context.outer
-        self.config = self.outer.config
-        self.island = context.island
-        self._context = context
-        self._snapshots = context.snapshots
-        self.last: tuple[PlannedRound, OutcomeRecord] | None = None
-        self._before: tuple[PlannedRound, OutcomeRecord] | None = None
+    outer: OuterState
+    island: IslandGroup
+    engines: Sequence[Engine]
+    snapshots: Snapshots
+    quorum: Quorum | None
+    clock: Clock
+    last: tuple[Attempt, OutcomeRecord] | None = None
+    _before: tuple[Attempt, OutcomeRecord] | None = None
 
-    def complete(self, planned: PlannedRound, outcome: OutcomeRecord) -> None:
+    def __post_init__(self) -> None:
+        self.config = self.outer.config
+        self.is_direct = self.config.is_direct
+        self._notes = WaitNotes(self.config.island, clock=self.clock)
+
+    def engine_of(self, number: int) -> Engine:
+        """The engine of the fragment whose round `number` is."""
+        return self.engines[(number - 1) % len(self.engines)]
+
+    # What others may need
+
+    def complete(self, planned: Attempt, outcome: OutcomeRecord) -> None:
         """A round is committed.
 
         Who offers for it has put its average of the one before into the store, if that was on it: so that one is only
@@ -51,15 +74,15 @@ class Archive:
     def write_snapshot(self, folder: str = "") -> None:
         """Writes this island's outer state into the store, by default into this process's own folder."""
         states = self.outer.states
-        self.island.on_leader(lambda: self._snapshots.clear(folder) if folder else None)
-        self.island.on_all(lambda: self._snapshots.write(self.outer.round, self.outer.outer_hash, states, folder))
+        self.island.on_leader(lambda: self.snapshots.clear(folder) if folder else None)
+        self.island.on_all(lambda: self.snapshots.write(self.outer.round, self.outer.outer_hash, states, folder))
 
     def write_snapshot_if_due(self) -> None:
         """Begins to write the outer state into the store, if that is due after the last round, and on this island."""
         assert self.last is not None
         planned, _ = self.last
         if planned.round % self.config.snapshot_every == 0 and min(planned.participants) == self.config.island:
-            self._snapshots.write_behind(
+            self.snapshots.write_behind(
                 planned.round, self.outer.outer_hash, self.outer.states, self.config.keep_rounds
             )
 
@@ -67,8 +90,8 @@ class Archive:
         """Writes the snapshot that the run starts from again, if it is this island's and was damaged meanwhile."""
 
         def find() -> str:
-            start = self._snapshots.own_start(self.outer.round)
-            return start if start and not self._snapshots.is_readable(start) else ""
+            start = self.snapshots.own_start(self.outer.round)
+            return start if start and not self.snapshots.is_readable(start) else ""
 
         if folder := self.island.on_leader(find):
             self.write_snapshot(folder)
@@ -84,15 +107,15 @@ class Archive:
         """
 
         def find() -> str:
-            number, start = self.outer.round, self._snapshots.start()
+            number, start = self.outer.round, self.snapshots.start()
             if start is not None and round_of(start) == number:
-                return self._snapshots.own_start(number) if is_awaited() else ""
-            is_missing = is_first() and self._snapshots.newest(number - 1) is None
-            return self._snapshots.folder(number) if is_missing else ""
+                return self.snapshots.own_start(number) if is_awaited() else ""
+            is_missing = is_first() and self.snapshots.newest(number - 1) is None
+            return self.snapshots.folder(number) if is_missing else ""
 
         if folder := self.island.on_leader(find):
             logger.info("others may wait for a snapshot of round %d: writing one", self.outer.round)
-            self._snapshots.wait()
+            self.snapshots.wait()
             self.write_snapshot(folder)
 
     def rescue_checkpoint(self, number: int) -> None:
@@ -102,19 +125,19 @@ class Archive:
         """
 
         def is_missing() -> bool:
-            is_known = self._snapshots.newest(number - 1) is not None
+            is_known = self.snapshots.newest(number - 1) is not None
             return not is_known and not all(map(self._has_average, range(max(1, number - 1), number + 1)))
 
-        if number and self.config.is_direct and self.island.on_leader(is_missing):
+        if number and self.is_direct and self.island.on_leader(is_missing):
             self._tell_and_write(number)
 
     def _has_average(self, number: int) -> bool:
-        assert self._context.quorum is not None
+        assert self.quorum is not None
         try:
-            attempt = self._context.quorum.current(number)
+            attempt = self.quorum.current(number)
         except PayloadError:
             return False
-        return attempt.outcome is None or self._context.engine_of(number).has_average(number, attempt.number)
+        return attempt.outcome is None or self.engine_of(number).has_average(number, attempt.number)
 
     def rescue_average(self) -> None:
         """Where nobody has put the average of one of the last rounds into the store, a snapshot takes its place."""
@@ -123,69 +146,48 @@ class Archive:
 
     def _tell_and_write(self, number: int) -> None:
         logger.info("an average up to round %d is not in the store: writing a snapshot", number)
-        self._snapshots.wait()
+        self.snapshots.wait()
         self.write_snapshot()
 
     def _is_average_missing(self) -> bool:
         """Whether nobody can catch up with one of them, and it is on this island, of those left, to change that."""
-        if self.last is None or not self.config.is_direct:
+        if self.last is None or not self.is_direct:
             return False
-        assert self._context.quorum is not None
-        alive = self._context.quorum.processes()
+        assert self.quorum is not None
+        alive = self.quorum.processes()
         left = {offer.island for offer in self.last[0].offers if alive.get(offer.island) == offer.incarnation}
         return any(self._is_missing(*one, left) for one in (self._before, self.last) if one)
 
-    def _is_missing(self, planned: PlannedRound, outcome: OutcomeRecord, left: Set[int]) -> bool:
+    def _is_missing(self, planned: Attempt, outcome: OutcomeRecord, left: Set[int]) -> bool:
         if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
             return False
-        return not self._context.engine_of(planned.round).has_average(planned.round, planned.attempt)
+        return not self.engine_of(planned.round).has_average(planned.round, planned.number)
 
+    # What this island needs
 
-def _has_author_of(planned: PlannedRound, before: PlannedRound, outcome: OutcomeRecord) -> bool:
-    """Whether the process that has committed a round takes part in the next one."""
-    author = {(offer.island, offer.incarnation) for offer in before.offers if offer.island == outcome.by}
-    return bool(author & {(offer.island, offer.incarnation) for offer in planned.offers})
-
-
-class Recovery:
-    """One rank's part in it.
-
-    Args:
-        context: of the island's rounds.
-    """
-
-    def __init__(self, context: RoundContext) -> None:
-        self.outer = context.outer
-        self.config = self.outer.config
-        self.island = context.island
-        self._context = context
-        self._snapshots = context.snapshots
-        self._clock = context.clock
-        self._notes = WaitNotes(self.config.island, clock=self._clock)
-
-    def await_average(self, planned: PlannedRound) -> bool:
+    def await_average(self, planned: Attempt) -> bool:
         """Whether the average of a committed round is in the store, or comes there before a later snapshot does.
 
         Where nobody is left to put it there, the round is taken again; see `Quorum.revoke`.
         """
         return self.island.on_leader(lambda: self._await_average(planned))
 
-    def _await_average(self, planned: PlannedRound) -> bool:
-        engine, quorum = self._context.engine_of(planned.round), self._context.quorum
-        assert quorum is not None
-        deadline = self._clock.now() + self.config.exchange_timeout
+    def _await_average(self, planned: Attempt) -> bool:
+        engine = self.engine_of(planned.round)
+        assert self.quorum is not None
+        deadline = self.clock.now() + self.config.exchange_timeout
         wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.round}")
         islands = [offer.island for offer in planned.offers]
-        while not engine.has_average(planned.round, planned.attempt):
-            if self._snapshots.newest(self.outer.round) is not None or self._clock.now() >= deadline:
+        while not engine.has_average(planned.round, planned.number):
+            if self.snapshots.newest(self.outer.round) is not None or self.clock.now() >= deadline:
                 return False
-            if quorum.revoke(planned.as_attempt, planned.offers):
+            if self.quorum.revoke(planned, planned.offers):
                 return False
             wait.look(f"its average in the store, from {name_all(islands)}")
-            self._clock.sleep(LOOK_SECONDS)
+            self.clock.sleep(LOOK_SECONDS)
         return True
 
-    def pass_over(self, planned: PlannedRound, error: PayloadError, part: Part, is_resuming: bool) -> None:
+    def pass_over(self, planned: Attempt, error: PayloadError, part: Part, is_resuming: bool) -> None:
         """Takes over a later snapshot, and drops what the rounds until then have used of this island's progress.
 
         Args:
@@ -224,7 +226,7 @@ class Recovery:
 
     def _take_over_later(self, error: PayloadError) -> None:
         """Takes over a later snapshot; raises `IslandLostError` if there is none yet."""
-        if not self.take_over(lambda: getattr(self._snapshots.newest(self.outer.round), "folder", None)):
+        if not self.take_over(lambda: getattr(self.snapshots.newest(self.outer.round), "folder", None)):
             raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
 
     def _drop_after(self, number: int) -> None:
@@ -233,7 +235,7 @@ class Recovery:
         for later in range(number + 1, last + 1):
             self.outer.drop_progress(self.outer.fragment_of(later))
 
-    def _give_up(self, planned: PlannedRound, part: Part) -> None:
+    def _give_up(self, planned: Attempt, part: Part) -> None:
         """Subtracts progress that a committed round consumed and the store no longer holds."""
         offer = planned.offer_by(self.config.island)
         fragment = self.outer.fragment_of(planned.round)
@@ -257,7 +259,7 @@ class Recovery:
                 return True
             except PayloadError as error:
                 if folder == tried:
-                    if not self._snapshots.shun(folder):
+                    if not self.snapshots.shun(folder):
                         raise
                     if self.island.is_leader:
                         logger.warning("the snapshot %s is passed over: %s", folder, error)
@@ -266,19 +268,25 @@ class Recovery:
 
     def _load(self, folder: str) -> None:
         def fetch() -> tuple[Snapshot, list[dict[str, torch.Tensor]] | None]:
-            snapshot = self._snapshots.at(folder)
+            snapshot = self.snapshots.at(folder)
             holds_it = (snapshot.round, snapshot.state) == (self.outer.round, self.outer.outer_hash)
-            return snapshot, None if holds_it else self._snapshots.fetch(snapshot)
+            return snapshot, None if holds_it else self.snapshots.fetch(snapshot)
 
         snapshot, states = self.island.on_all(fetch)
         if states is None:
             return
         if self.island.is_leader:
             logger.info("taking over the outer parameters of round %d from the store", snapshot.round)
-        self._snapshots.wait()
+        self.snapshots.wait()
         self.outer.jump(states, snapshot.round)
         if self.outer.outer_hash != snapshot.state:
             raise DivergedError(
                 f"the snapshot {folder} does not hold the outer parameters that it announces "
                 f"({self.outer.outer_hash[:12]} instead of {snapshot.state[:12]}): delete it, and start again"
             )
+
+
+def _has_author_of(planned: Attempt, before: Attempt, outcome: OutcomeRecord) -> bool:
+    """Whether the process that has committed a round takes part in the next one."""
+    author = {(offer.island, offer.incarnation) for offer in before.offers if offer.island == outcome.by}
+    return bool(author & {(offer.island, offer.incarnation) for offer in planned.offers})

@@ -36,9 +36,8 @@ from hf_diloco.errors import (
 )
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.decisions import outcome_path
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
 from hf_diloco.rounds.engines import BucketEngine, Engine
-from hf_diloco.rounds.round_plan import PlannedRound
 from hf_diloco.sealing.channel import Parties
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import Number, Record, RunLog
@@ -118,7 +117,7 @@ class DirectEngine(Engine):
         return {"start": self._bucket.start, "length": self._bucket.length}, Traffic()
 
     def average(
-        self, planned: PlannedRound, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
+        self, planned: Attempt, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
     ) -> Traffic:
         own = planned.place_of(self._config.island)
         if own is None or own_values is None or planned.is_committed:
@@ -128,7 +127,7 @@ class DirectEngine(Engine):
         ranges = [self._ranges_of(offer) for offer in planned.offers]
         try:
             mesh = self._connect(planned, own, ranges)
-            return mesh.average(mean, planned.weights, self._codec, observe)
+            return mesh.average(mean, list(planned.participants.values()), self._codec, observe)
         except DamagedTransferError as error:  # by place, as all that a mesh knows
             islands = [planned.offers[place].island for place in error.islands]
             raise DamagedTransferError(islands, error.is_sealed) from None
@@ -143,7 +142,7 @@ class DirectEngine(Engine):
     def values_of(self, offer: OfferRecord) -> torch.Tensor | None:
         return None
 
-    def settled(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:
+    def settled(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:
         if outcome.kind == "abort":
             self.close()
         elif mean is not None and outcome.by == self._config.island and not planned.is_committed:
@@ -165,13 +164,13 @@ class DirectEngine(Engine):
 
     # Connections
 
-    def _connect(self, planned: PlannedRound, own: int, ranges: list[list[Range]]) -> SegmentedMesh:
+    def _connect(self, planned: Attempt, own: int, ranges: list[list[Range]]) -> SegmentedMesh:
         """Keeps the connections that stand if all participants have the same, and nobody else has; else makes new."""
         members = [(offer.island, offer.incarnation) for offer in planned.offers]
         if self._mesh and {offer.links for offer in planned.offers} == {self.links} and members == self._members:
             return self._mesh
         self.close()
-        name, outcome = _name_of(planned), outcome_path(planned.as_attempt.path)
+        name, outcome = _name_of(planned), outcome_path(planned.path)
         store = RecordStore(
             self._log,
             min(self._config.grace, self._config.exchange_timeout),
@@ -201,7 +200,7 @@ class DirectEngine(Engine):
         self.links = name
         return self._mesh
 
-    def _refused(self, planned: PlannedRound, error: ForgedError) -> IslandLostError:
+    def _refused(self, planned: Attempt, error: ForgedError) -> IslandLostError:
         """The error for a participant that did not prove who it is, which this island's signs of life say."""
         self._log.refuse_island(error)
         islands = [] if error.island is None else [error.island]
@@ -216,7 +215,7 @@ class DirectEngine(Engine):
             raise IslandLostError(f"island {offer.island} announces what cannot be: {error}", [offer.island]) from None
         return ranges
 
-    def _absent(self, planned: PlannedRound) -> list[int]:
+    def _absent(self, planned: Attempt) -> list[int]:
         """Participants that have not said where they listen."""
         there = {path.rpartition("/")[2] for path in self._log.list(f"links/mesh/{_name_of(planned)}")}
         absent = [offer.island for place, offer in enumerate(planned.offers) if f"{place}.json" not in there]
@@ -224,18 +223,18 @@ class DirectEngine(Engine):
 
     # Averages in the store
 
-    def _keep(self, planned: PlannedRound, mean: torch.Tensor) -> None:
+    def _keep(self, planned: Attempt, mean: torch.Tensor) -> None:
         folder = f"payloads/{planned.round:08d}/mean-{self._author}"
         try:
             info, _ = self._bucket.publish(mean, f"{folder}/rank-{self._ranks.rank:05d}.bin", CODECS["fp32"])
             record = MeanRecord(rank=self._ranks.rank, num_ranks=self._ranks.size, object=info.model_dump())
-            in_attempt = _mean_folder(planned.round, planned.attempt)
+            in_attempt = _mean_folder(planned.round, planned.number)
             self._log.put(f"{in_attempt}/rank-{self._ranks.rank:05d}.json", record)
         except DiLoCoError as error:
             logger.warning("the average of round %d is not in the store: %s", planned.round, error)
 
-    def _need_mean(self, planned: PlannedRound) -> list[ObjectInfo]:
-        folder = _mean_folder(planned.round, planned.attempt)
+    def _need_mean(self, planned: Attempt) -> list[ObjectInfo]:
+        folder = _mean_folder(planned.round, planned.number)
         found = self._find_mean(folder)
         if found is None:
             raise PayloadError(f"the average of round {planned.round} is not in the store", folder)
@@ -257,9 +256,9 @@ def _mean_folder(number: int, attempt: int) -> str:
     return f"rounds/{number:08d}/{attempt:02d}/mean"
 
 
-def _name_of(planned: PlannedRound) -> str:
+def _name_of(planned: Attempt) -> str:
     """Of the connections that an attempt makes."""
-    return f"{planned.round:08d}-{planned.attempt:02d}"
+    return f"{planned.round:08d}-{planned.number:02d}"
 
 
 # Where islands cut the parameters differently

@@ -29,17 +29,17 @@ from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import check_own_folder, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.quorum import Quorum
-from hf_diloco.membership.round_records import author_of
+from hf_diloco.membership.round_records import Attempt, author_of
 from hf_diloco.membership.run import NO_RUN, RunRecord, check_welcome, enter_run
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
-from hf_diloco.rounds.context import LOOK_SECONDS, RoundContext
+from hf_diloco.rounds.catch_up import LOOK_SECONDS, Archive
 from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.joining import Joining, Pace
-from hf_diloco.rounds.round import Contribution, RoundPassed, SyncClock, SyncReport
-from hf_diloco.rounds.round_plan import PlannedRound
+from hf_diloco.rounds.measures import SyncReport
+from hf_diloco.rounds.round import Contribution, RoundPassed, SyncClock
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.sealing.stored import BlockSeal
@@ -195,15 +195,15 @@ class ElasticSession(BaseSession):
         author = author_of(self.config.island, incarnation)
         link_key = self._credentials.link_key(self._run.run)
         self.rounds = ElasticRounds(
-            RoundContext(
+            Archive(
                 outer=self.outer,
                 island=self._talk,
                 engines=open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit),
                 snapshots=Snapshots(log, buckets, author, self.island.rank, self.island.size),
                 quorum=self._make_quorum(self.members) if self.members else None,
-                incarnation=incarnation,
                 clock=self._clock,
-            )
+            ),
+            incarnation,
         )
         self._pace = Pace(self.outer, self.members)
         return is_new
@@ -264,7 +264,7 @@ class ElasticSession(BaseSession):
     def _missed(self, error: DiLoCoError) -> MissedRoundError:
         """Lets training go on after a round did not take place."""
         if self.island.is_leader and isinstance(error, StoreFullError):
-            self.rounds.context.snapshots.make_room()
+            self.rounds.archive.snapshots.make_room()
         if isinstance(error, StoreError):  # which would not say either where the others are
             self._pace.postpone()
         else:
@@ -288,7 +288,7 @@ class ElasticSession(BaseSession):
         report = None
         is_known = self.rounds.goes_on and not self._has_last_round
         if is_known:
-            self.rounds.plans.presume_open()
+            self.rounds.presume_open()
         while True:
             planned, is_over = (None, False) if is_known else self._look(clock, round_before)
             is_known = False
@@ -309,7 +309,7 @@ class ElasticSession(BaseSession):
                 self.rounds.archive.write_snapshot_if_due()
                 return report
 
-    def _look(self, clock: SyncClock, round_before: int) -> tuple[PlannedRound | None, bool]:
+    def _look(self, clock: SyncClock, round_before: int) -> tuple[Attempt | None, bool]:
         """The next round, if it has a plan; and whether this island has nothing to bring to it."""
         with clock.counts("waiting"), self._looking_once():
             planned = self.rounds.find()

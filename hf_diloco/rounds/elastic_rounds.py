@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError, PayloadError
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
+from hf_diloco.membership.quorum import Quorum
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
+from hf_diloco.membership.voting import Doubts
 from hf_diloco.outer.fragment import Fragment
-from hf_diloco.rounds.catch_up import Archive, Recovery
-from hf_diloco.rounds.context import Offers, RoundContext
-from hf_diloco.rounds.engines import Engine
-from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, SyncClock, SyncReport, capture
-from hf_diloco.rounds.round_plan import Doubts, PlannedRound, QuorumPlans
+from hf_diloco.rounds.catch_up import Archive
+from hf_diloco.rounds.engines import Engine, Offers
+from hf_diloco.rounds.measures import SyncReport
+from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, SyncClock, capture
 from hf_diloco.transport.base import AverageStats
 
 MAX_IN_A_ROW = 4
@@ -35,36 +38,31 @@ class ElasticRounds(Rounds):
     """Offers and carries out rounds. Every method is collective over the island's ranks.
 
     Args:
-        context: this rank's side of the run.
+        archive: this rank's side of the run.
+        incarnation: of this process.
 
     Attributes:
-        context: likewise.
-        plans: of rounds, and what is decided.
-        recovery: where a round cannot be carried out.
-        archive: what is left in the store of rounds that are over.
+        archive: as above.
         refused: islands whose contributions did not count in rounds of this process, with the last reason.
     """
 
-    plans: QuorumPlans
+    decider: Quorum
 
-    def __init__(self, context: RoundContext) -> None:
-        plans = QuorumPlans(context.outer, context.island, context.quorum)
-        super().__init__(context.outer, context.island, plans)
-        self.context = context
-        self._engine_of = context.engine_of
-        self._snapshots = context.snapshots
-        self.recovery = Recovery(context)
-        self._offers = Offers(context)
-        self._doubts = Doubts(context.island.is_leader)
-        self.archive = Archive(context)
+    def __init__(self, archive: Archive, incarnation: int) -> None:
+        super().__init__(archive.outer, archive.island, archive.quorum)
+        self.archive = archive
+        self._is_direct = archive.is_direct
+        self._engine_of = archive.engine_of
+        self._offers = Offers(self.config.island, incarnation, self.island)
+        self._doubts = Doubts(self.island.is_leader)
         self.refused: dict[int, str] = {}
         self._links_at_look = ""
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
     # Which round
 
-    def find(self, is_resuming: bool = False) -> PlannedRound | None:
-        """The next round, if it has a plan already. One whose records are damaged is passed over; see `Recovery.skip`.
+    def find(self, is_resuming: bool = False) -> Attempt | None:
+        """The next round, if it has a plan already. One whose records are damaged is passed over; see `Archive.skip`.
 
         Args:
             is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
@@ -73,10 +71,22 @@ class ElasticRounds(Rounds):
             number = self.outer.round + 1
             self._links_at_look = self._engine_of(number).links
             try:
-                return self.plans.find()
+                raw = self.island.on_leader(partial(self._find, number))
+                return self._load(raw) if raw else None
             except PayloadError as error:
                 self.rest()
-                self.recovery.skip(number, error, is_resuming, is_resuming or self._offers.has_offered(number))
+                self.archive.skip(number, error, is_resuming, is_resuming or self._offers.has_offered(number))
+
+    def _find(self, number: int) -> Any:
+        while (attempt := self.decider.find(number)).plan:
+            if planned := self._with_offers(attempt):
+                return planned
+        self._open = attempt
+        return None
+
+    def presume_open(self) -> None:
+        """Takes it that nobody has planned the next round yet: `agree` then asks no more than it must."""
+        self._open = Attempt(self.outer.round + 1, 0)
 
     @property
     def goes_on(self) -> bool:
@@ -94,7 +104,7 @@ class ElasticRounds(Rounds):
         return planned.round == self.outer.round and outcome.by != self.config.island
 
     def make_offer(self, own: Contribution) -> OfferRecord:
-        return self._offers.make(own)
+        return self._offers.make(own, self._engine_of(own.number), self.outer.outer_hash)
 
     def capture(self, clock: SyncClock) -> Contribution:
         """See `round.capture`, once nothing else needs the scratch vector, and the masters have what they wait for."""
@@ -105,15 +115,22 @@ class ElasticRounds(Rounds):
     def publish_and_leave(self) -> None:
         """Offers this island's progress to the next round without waiting for it: it leaves."""
         number = self.outer.round + 1
-        if self.config.is_direct or self._offers.holds(number, self.outer.steps):
+        if self._is_direct or self._offers.holds(number, self.outer.steps):
             return
         own = self.capture(SyncClock())
         own.complete(self.island)
-        self.plans.leave(self._offers.make(own))
+        offer = self.make_offer(own)
+
+        def leave() -> None:
+            attempt = self.decider.current(number)
+            if attempt.plan is None:
+                self.decider.offer(attempt, offer)
+
+        self.island.on_leader(leave)
 
     def rest(self) -> None:
         """Returns when no average is on its way into the store: it may be overwritten."""
-        for engine in self.context.engines:
+        for engine in self.archive.engines:
             engine.rest()
         while self._lent:
             fragment, vector = self._lent.pop()
@@ -121,9 +138,9 @@ class ElasticRounds(Rounds):
 
     def close(self) -> None:
         """Lets go of all connections, once nothing is on its way into the store."""
-        self._snapshots.wait()
+        self.archive.snapshots.wait()
         self.rest()
-        for engine in self.context.engines:
+        for engine in self.archive.engines:
             engine.close()
 
     # Carrying out
@@ -139,7 +156,7 @@ class ElasticRounds(Rounds):
         mean = self._lend(own)  # another attempt needs the pseudo-gradient again
         while True:
             planned = self.agree(own)
-            is_late = self.config.is_direct and planned.is_committed
+            is_late = self._is_direct and planned.is_committed
             if is_late or not self._offers.is_newest(planned.offer_by(self.config.island)):
                 raise RoundPassed(f"round {own.number} takes place without what this island has for it")
             try:
@@ -150,7 +167,7 @@ class ElasticRounds(Rounds):
                 return report
 
     def follow(
-        self, planned: PlannedRound, clock: SyncClock, is_resuming: bool = False, own: Contribution | None = None
+        self, planned: Attempt, clock: SyncClock, is_resuming: bool = False, own: Contribution | None = None
     ) -> SyncReport | None:
         """Carries out what others have planned, with this island or without; None if nothing came of the attempt.
 
@@ -164,34 +181,36 @@ class ElasticRounds(Rounds):
         self.outer.land(self.outer.current)
         part = self._part_in(planned, is_resuming)
         is_here = self._holds_all(planned, self.outer.steps)
-        if self.config.is_direct and planned.outcome is None and not is_here:
+        if self._is_direct and planned.outcome is None and not is_here:
             try:
                 with clock.counts("waiting"):
-                    outcome = self.plans.await_outcome(planned, self.config.exchange_timeout)
+                    outcome = self.decide(
+                        lambda: self.decider.await_outcome(planned, planned.offers, self.config.exchange_timeout)
+                    )
             except PayloadError as error:
-                self.recovery.pass_over(planned, error, part, is_resuming)
+                self.archive.pass_over(planned, error, part, is_resuming)
                 return None
             self._check_patience(planned, outcome)
             return None
         with clock.counts("waiting"):
-            is_there = not planned.is_committed or self.recovery.await_average(planned)
+            is_there = not planned.is_committed or self.archive.await_average(planned)
         if not is_there:
             gone = PayloadError(f"the average of round {planned.round} is not in the store")
-            self.recovery.pass_over(planned, gone, part, is_resuming)
+            self.archive.pass_over(planned, gone, part, is_resuming)
             return None
         own = own or capture(self.outer, clock)
         own.complete(self.island, with_residual=part is Part.WHOLE)
         own.part = part
         # The average may replace progress that is used up; other progress must outlast it. So must what begins behind
         # the inner steps while the average is yet on its way into the store.
-        if self.config.overlaps and self.config.is_direct:
+        if self.config.overlaps and self._is_direct:
             mean = self._lend(own)
         else:
             mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)
         try:
             return self.attempt(planned, own, mean)
         except PayloadError as error:
-            self.recovery.pass_over(planned, error, part, is_resuming)
+            self.archive.pass_over(planned, error, part, is_resuming)
             return None
 
     def _lend(self, own: Contribution) -> torch.Tensor:
@@ -200,7 +219,7 @@ class ElasticRounds(Rounds):
         self._lent.append((own.fragment, mean))
         return mean
 
-    def average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
+    def average(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
         """See `Rounds.average`; the others are told what cannot be averaged.
 
         Raises:
@@ -227,30 +246,34 @@ class ElasticRounds(Rounds):
         return stats
 
     def _average(
-        self, engine: Engine, planned: PlannedRound, own: Contribution, mean: torch.Tensor, stats: AverageStats
+        self, engine: Engine, planned: Attempt, own: Contribution, mean: torch.Tensor, stats: AverageStats
     ) -> None:
         # Where islands disagree, this one's own values are read again like all others.
-        may_use_memory = self.config.is_direct or not self._doubts.has(planned.round)
+        may_use_memory = self._is_direct or not self._doubts.has(planned.round)
         values = own.delta if may_use_memory and self._holds_all(planned, own.steps) else None
         own.clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, values, stats.observe))
-        if self.config.is_direct and len(planned.offers) == 1 and not planned.is_committed:
+        if self._is_direct and len(planned.offers) == 1 and not planned.is_committed:
             self.outer.fragment_of(planned.round).encode_alone(mean)
         if own.part is Part.SOME and (offer := planned.offer_by(self.config.island)):
             own.used = self.island.on_all(lambda: engine.values_of(offer))
 
-    def commit(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+    def commit(self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """See `Rounds.commit`; an attempt is to be looked at again if it is aborted, or has another average.
 
         Raises:
             DivergedError: that has happened before, and is this island's fault, or nobody's that could be named.
         """
         engine = self._engine_of(planned.round)
+
+        def vote() -> OutcomeRecord:
+            return self.decider.commit(planned, planned.offers, digest)
+
         with own.clock.counts("waiting"):
-            outcome = planned.outcome or self.plans.commit(planned, digest)
+            outcome = planned.outcome or self.decide(vote)
             while outcome.kind == "commit" and outcome.mean != digest:
-                if not self.plans.refuse_commit(planned, outcome.mean):
+                if not self._refuses(planned, outcome.mean):
                     break
-                outcome = self.plans.commit(planned, digest)
+                outcome = self.decide(vote)
         fault = self._doubts.judge(planned, digest, outcome)
         if fault:
             engine.close()
@@ -263,15 +286,18 @@ class ElasticRounds(Rounds):
         if outcome.mean != digest:
             engine.close()
             return False
-        self._snapshots.wait()  # which reads what changes now
+        self.archive.snapshots.wait()  # which reads what changes now
         engine.settled(planned, outcome, mean)
-        self.refused |= planned.left_out
+        self.refused |= {int(island): reason for island, reason in planned.agreed.left_out.items()}
         self.archive.complete(planned, outcome)
-        self.plans.remember(planned)
+        self.island.on_leader(lambda: self.decider.remember(planned))
         return True
 
+    def _refuses(self, planned: Attempt, mean: str) -> bool:
+        return self.island.on_leader(lambda: self.decider.refuse_commit(planned, mean))
+
     @contextmanager
-    def progress(self, planned: PlannedRound, own: Contribution) -> Iterator[None]:
+    def progress(self, planned: Attempt, own: Contribution) -> Iterator[None]:
         """See `Rounds.progress`: it is used up, partly used, or stays this island's own."""
         if own.is_begun:
             yield
@@ -290,23 +316,23 @@ class ElasticRounds(Rounds):
         if steps and own.used is not None:  # it had offered that before it gave up waiting and trained on
             fragment.count_down(steps)
 
-    def _part_in(self, planned: PlannedRound, is_resuming: bool) -> Part:
+    def _part_in(self, planned: Attempt, is_resuming: bool) -> Part:
         """How much of this island's progress a round uses up."""
         offer = planned.offer_by(self.config.island)
         if offer is None:
-            return Part.WHOLE if str(self.config.island) in planned.plan.left_out else Part.NONE
+            return Part.WHOLE if str(self.config.island) in planned.agreed.left_out else Part.NONE
         if is_resuming:  # what the last process had offered, before it may have trained on
             is_all = offer.steps >= self.outer.steps
         else:  # the steps of another process this one has made again
             is_all = not self._offers.is_own(offer) or self._holds_all(planned, self.outer.steps)
         return Part.WHOLE if is_all else Part.SOME
 
-    def _holds_all(self, planned: PlannedRound, steps: int) -> bool:
+    def _holds_all(self, planned: Attempt, steps: int) -> bool:
         """Whether a plan takes this island's last offer, and that has as many inner steps."""
         is_newest = self._offers.is_newest(planned.offer_by(self.config.island))
         return is_newest and self._offers.holds(planned.round, steps)
 
-    def _diverged(self, planned: PlannedRound, fault: str) -> DivergedError:
+    def _diverged(self, planned: Attempt, fault: str) -> DivergedError:
         """The error for a round of which this island does not find the average; its state may be worth keeping."""
         fragment = self.outer.fragment_of(planned.round)
         digest = fragment.digest
@@ -319,31 +345,31 @@ class ElasticRounds(Rounds):
             is_sound,
         )
 
-    def _on_unusable(self, planned: PlannedRound, error: PayloadError) -> None:
+    def _on_unusable(self, planned: Attempt, error: PayloadError) -> None:
         """Before the round is decided: aborts the attempt."""
         named = [
-            participant.island
-            for participant, offer in zip(planned.plan.participants, planned.offers, strict=True)
+            offer.island
+            for offer in planned.offers
             if any(str(info.get("path")) == error.path for info in offer.objects)
         ]
         self.say_again(planned.round, error)
-        outcome = self.plans.abort(planned, named[:1], str(error))
+        outcome = self.abort(planned, named[:1], str(error))
         if outcome.kind == "abort":  # else the others have used it, and cleared it up, while this island hung
             self.refused |= dict.fromkeys(named[:1], str(error))
         self._offers.forget(outcome.unusable)
         self._check_patience(planned, outcome)
 
-    def _on_lost(self, planned: PlannedRound, error: IslandLostError | DamagedTransferError) -> None:
+    def _on_lost(self, planned: Attempt, error: IslandLostError | DamagedTransferError) -> None:
         """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed."""
         self.say_again(planned.round, error)
-        outcome = self.plans.abort(planned, error.islands, str(error))
+        outcome = self.abort(planned, error.islands, str(error))
         if isinstance(error, DamagedTransferError):
             self.refused |= dict.fromkeys(error.islands, str(error))
         self._check_patience(planned, outcome)
 
-    def _check_patience(self, planned: PlannedRound, outcome: OutcomeRecord) -> None:
+    def _check_patience(self, planned: Attempt, outcome: OutcomeRecord) -> None:
         """Raises `IslandLostError` if an attempt was aborted that is the last one for now: training goes on."""
-        num_attempts = planned.attempt + 1
+        num_attempts = planned.number + 1
         if outcome.kind == "abort" and not outcome.is_split and num_attempts >= MAX_IN_A_ROW:
             raise IslandLostError(f"{num_attempts} attempts came to nothing, the last one because: {outcome.reason}")
 

@@ -1,16 +1,21 @@
-"""How the values of a round get from island to island: what an offer says of them, and how a plan is averaged."""
+"""How the values of a round get from island to island where they come and go: what an offer says of them, and how a
+plan is averaged.
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import PayloadError
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord
-from hf_diloco.rounds.round_plan import PlannedRound
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, author_of
+from hf_diloco.rounds.round import Contribution
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.objects import ObjectInfo, read_info
@@ -37,7 +42,7 @@ class Engine(ABC):
 
     @abstractmethod
     def average(
-        self, planned: PlannedRound, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
+        self, planned: Attempt, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
     ) -> Traffic:
         """Writes this rank's part of the average that a plan names to `mean`.
 
@@ -61,7 +66,7 @@ class Engine(ABC):
         """Whether who comes late finds what a committed attempt of round `number` amounts to in the store."""
         return True
 
-    def settled(self, planned: PlannedRound, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:  # noqa: B027
+    def settled(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:  # noqa: B027
         """Hears how an attempt went; `mean` is this rank's part of the average, which stays until `rest`."""
 
     def rest(self) -> None:  # noqa: B027
@@ -86,11 +91,13 @@ class BucketEngine(Engine):
         return info.model_dump(), traffic
 
     def average(
-        self, planned: PlannedRound, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
+        self, planned: Attempt, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
     ) -> Traffic:
         own = planned.place_of(self._island)
         parts = [_infos(offer) for offer in planned.offers]
-        return self._bucket.average(parts, planned.weights, self._codec, mean, observe, own, own_values)
+        return self._bucket.average(
+            parts, list(planned.participants.values()), self._codec, mean, observe, own, own_values
+        )
 
     def values_of(self, offer: OfferRecord) -> torch.Tensor:
         values = torch.empty(self._bucket.length)
@@ -103,3 +110,69 @@ def _infos(offer: OfferRecord) -> list[ObjectInfo]:
         return [read_info(record) for record in offer.objects]
     except PayloadError as error:
         raise PayloadError(str(error), str(offer.objects[0].get("path"))) from None
+
+
+@dataclass
+class _Announced:
+    """The newest that others can read: for which round, where, and how many inner steps are in it."""
+
+    serial: int = -1
+    round: int = -1
+    steps: int = 0
+    objects: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Offers:
+    """What this process offers to rounds, on one rank. `make` is collective over the island's ranks.
+
+    Args:
+        number: of this island.
+        incarnation: of this process.
+        island: the ranks of this island.
+    """
+
+    def __init__(self, number: int, incarnation: int, island: IslandGroup) -> None:
+        self.island = island
+        self._number = number
+        self._incarnation = incarnation
+        self._author = author_of(number, incarnation)
+        self._announced = _Announced()
+
+    def make(self, own: Contribution, engine: Engine, state: str) -> OfferRecord:
+        """Has others find a pseudo-gradient, unless they do already, and says what there is.
+
+        Args:
+            own: what this island has.
+            engine: of its fragment.
+            state: digest of the outer parameters that it starts from.
+        """
+        if not self.holds(own.number, own.steps):
+            (tag,) = self.island.from_leader([f"{self._author}-{time.monotonic_ns()}"])
+            said, traffic = self.island.on_all(lambda: engine.announce(own.delta, own.number, tag))
+            own.clock.traffic += traffic
+            objects = self.island.gather(said)
+            self._announced = _Announced(self._announced.serial + 1, own.number, own.steps, objects)
+        offer = own.offer(self._number, self._incarnation, self._announced.serial, state)
+        return offer.model_copy(update={"objects": self._announced.objects, "links": engine.links})
+
+    def holds(self, number: int, steps: int) -> bool:
+        """Whether what was announced last is for round `number`, with so many inner steps."""
+        return (self._announced.round, self._announced.steps) == (number, steps)
+
+    def has_offered(self, number: int) -> bool:
+        """Whether what was announced last is for round `number`."""
+        return self._announced.round == number
+
+    def is_newest(self, offer: OfferRecord | None) -> bool:
+        """Whether an offer of this island is this process's last."""
+        newest = self._incarnation, self._announced.serial
+        return offer is not None and (offer.incarnation, offer.serial) == newest
+
+    def is_own(self, offer: OfferRecord) -> bool:
+        """Whether an offer is this process's."""
+        return offer.incarnation == self._incarnation
+
+    def forget(self, path: str) -> None:
+        """Has `make` announce a pseudo-gradient anew if its offer is the one at `path`, which was of no use."""
+        if f"/{self._author}-{self._announced.serial:06d}." in path:
+            self._announced.round = -1

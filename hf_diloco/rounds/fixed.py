@@ -37,7 +37,8 @@ from hf_diloco.outer.fragment import EagerFragment
 from hf_diloco.outer.saved_state import restore_state
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.fixed_rounds import FixedRounds
-from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, SyncClock, SyncReport, capture
+from hf_diloco.rounds.measures import SyncReport
+from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, SyncClock, capture
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.transport.base import Exchange
 from hf_diloco.transport.open import Transport, open_transport

@@ -12,11 +12,11 @@ from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
-from hf_diloco.membership.round_records import OfferRecord
+from hf_diloco.membership.round_records import Attempt, OfferRecord
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, Rounds, SyncReport
-from hf_diloco.rounds.round_plan import PlannedRound, Plans
+from hf_diloco.rounds.measures import SyncReport
+from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, Rounds
 from hf_diloco.transport.base import Exchange, LaneStats, Traffic
 
 
@@ -39,7 +39,7 @@ class FixedRounds(Rounds):
         unanimity: Unanimity | None,
         exchanges: Sequence[Exchange],
     ) -> None:
-        super().__init__(outer, island, Plans(outer, island, unanimity))
+        super().__init__(outer, island, unanimity)
         self._exchanges = exchanges
         self.buffers: list[Partition] = []
 
@@ -72,7 +72,7 @@ class FixedRounds(Rounds):
             exchange.prepare(part, self.outer.codec)
         return own.offer(self.config.island, 1, own.number, self.outer.outer_hash)
 
-    def average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
+    def average(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
         """Averages all lanes in place, then the further vectors. A failure is told to the other islands, then raised
         on every rank."""
         if not own.is_begun:
@@ -88,14 +88,14 @@ class FixedRounds(Rounds):
         except DiLoCoError as failure:
             # Whoever sent it, also one that is left out: all take the round again.
             blamed = planned.participants if isinstance(failure, DamagedTransferError) else ()
-            if self.plans.abort(planned, blamed, str(failure)).is_split:
+            if self.abort(planned, blamed, str(failure)).is_split:
                 self.say_again(own.number, failure)
                 return None
             raise
         return stats
 
     def _average(
-        self, planned: PlannedRound, own: Contribution, partition: Partition, values: torch.Tensor, codec: Codec
+        self, planned: Attempt, own: Contribution, partition: Partition, values: torch.Tensor, codec: Codec
     ) -> tuple[LaneStats, DamagedTransferError | None]:
         """Averages this rank's part of a vector in place.
 
@@ -112,7 +112,7 @@ class FixedRounds(Rounds):
         return stats, damage
 
     def _average_lanes(
-        self, planned: PlannedRound, partition: Partition, values: torch.Tensor, codec: Codec, stats: LaneStats
+        self, planned: Attempt, partition: Partition, values: torch.Tensor, codec: Codec, stats: LaneStats
     ) -> Traffic:
         traffic = Traffic()
         damage: DamagedTransferError | None = None
@@ -126,22 +126,22 @@ class FixedRounds(Rounds):
             raise damage
         return traffic
 
-    def _weights(self, planned: PlannedRound) -> list[float]:
+    def _weights(self, planned: Attempt) -> list[float]:
         """Those of all islands; 0 for who is left out."""
         weights = planned.participants
         return [weights.get(island, 0.0) for island in range(self.config.num_islands)]
 
-    def commit(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+    def commit(self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """See `Rounds.commit`.
 
         Raises:
             DivergedError: the islands' averages differ, and have before.
         """
         with own.clock.counts("waiting"):
-            outcome = self.plans.commit(planned, digest)
+            outcome = self.decide(lambda: self.decider.commit(planned, planned.offers, digest))
         if outcome.kind == "commit":
             return True
-        if planned.attempt + 1 >= MAX_TRIES:
+        if planned.number + 1 >= MAX_TRIES:
             raise DivergedError(
                 f"round {planned.round} was aborted again and again: {outcome.reason}. Each writes a checkpoint of "
                 "its state before the round; start all islands again",
@@ -151,7 +151,7 @@ class FixedRounds(Rounds):
         return False
 
     @contextmanager
-    def progress(self, planned: PlannedRound, own: Contribution) -> Iterator[None]:
+    def progress(self, planned: Attempt, own: Contribution) -> Iterator[None]:
         """See `Rounds.progress`: it is used up, also that of who is left out."""
         yield
         if own.is_begun:

@@ -20,7 +20,7 @@ from hf_diloco.membership.round_records import round_of
 from hf_diloco.membership.run import RunRecord, check_welcome
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.context import LOOK_SECONDS
+from hf_diloco.rounds.catch_up import LOOK_SECONDS
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.round import SyncClock
 from hf_diloco.utils.clock import REAL, Clock
@@ -145,12 +145,11 @@ class Joining:
         self.island = rounds.island
         self._run = run
         self._rounds = rounds
-        self._plans = rounds.plans
-        self._snapshots = rounds.context.snapshots
+        self._snapshots = rounds.archive.snapshots
         self._pace = pace
         self._should_stop = should_stop
         self._stand = stand
-        self._clock = rounds.context.clock
+        self._clock = rounds.archive.clock
 
     def take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
         """Comes to the newest outer state of the run; returns whether the masters were replaced."""
@@ -194,7 +193,7 @@ class Joining:
 
     def _run_came_to(self, number: int, state: str) -> bool:
         """Whether the run in the store was in `state` after round `number`, as far as it can be told."""
-        following = self._plans.quorum.current(number + 1)
+        following = self._rounds.decider.current(number + 1)
         if following.plan and following.outcome:
             return following.plan.state == state
         newest = self._snapshots.newest(number - 1)
@@ -202,14 +201,14 @@ class Joining:
             return newest.state == state
         if following.plan or newest or number == 0:  # it went further, and its state of then is not kept
             return True
-        return self._plans.quorum.current(number).plan is not None
+        return self._rounds.decider.current(number).plan is not None
 
     def _start_from_snapshot(self) -> None:
         """As an island without a part in the run so far."""
         before = self.outer.round, self.outer.outer_hash
-        if not self._rounds.recovery.take_over(self._find_snapshot):
+        if not self._rounds.archive.take_over(self._find_snapshot):
             self._offer_start()
-            self._rounds.recovery.take_over(self._snapshots.start)
+            self._rounds.archive.take_over(self._snapshots.start)
         if (self.outer.round, self.outer.outer_hash) != before:
             self.outer.write_masters()
             self._pace.postpone()  # no fragment has taken a step: the checkpoint's do not tell when each is due
@@ -307,7 +306,7 @@ class Joining:
 
         def has_plan() -> bool:
             try:
-                return self._plans.quorum.current(self.outer.round + 1).plan is not None
+                return self._rounds.decider.current(self.outer.round + 1).plan is not None
             except PayloadError:  # which is damaged
                 return True
 

@@ -2,7 +2,7 @@
 
     capture      read the masters                                     nothing is changed
     complete     make the pseudo-gradient                             where the round is carried out
-    agree        who takes part in its round                          see `Plans`, and who decides
+    agree        who takes part in its round                          a `Quorum` or `Unanimity` decides
     average      into scratch memory
     vote         the round is committed for all, or for none          until here nothing is changed
     outer step   the outer parameters, on every island alike; the report
@@ -17,26 +17,30 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter
 
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
-from hf_diloco.membership.round_records import OfferRecord
+from hf_diloco.membership.quorum import Quorum
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
+from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.round_plan import PlannedRound, Plans
+from hf_diloco.rounds.measures import SyncReport, cosine_to_others
 from hf_diloco.transport.base import AverageStats, Traffic
 
 logger = logging.getLogger("hf_diloco")
 
+_ATTEMPT = TypeAdapter(Attempt)
 _SAME_DATA = 0.9999
 """Cosine above which islands have learnt the same, but for the rounding of a payload."""
 
@@ -195,16 +199,20 @@ class Rounds(ABC):
     Every method is collective over the island's ranks. How islands agree is the subclass's.
 
     Args:
-        outer: this rank's outer state.
+        outer: this rank's outer state: rounds are of the next one.
         island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
-        plans: what is decided of them.
+        decider: decides rounds; on the island's leader only.
     """
 
-    def __init__(self, outer: OuterState, island: IslandGroup, plans: Plans) -> None:
+    decider: Quorum | Unanimity
+
+    def __init__(self, outer: OuterState, island: IslandGroup, decider: Quorum | Unanimity | None) -> None:
         self.config = outer.config
         self.outer = outer
         self.island = island
-        self.plans = plans
+        if decider is not None:
+            self.decider = decider
+        self._open: Attempt | None = None  # had no plan when the leader looked; since then others may have written one
 
     @abstractmethod
     def carry_out(self, own: Contribution) -> SyncReport:
@@ -214,19 +222,61 @@ class Rounds(ABC):
             DiLoCoError: it does not take place, or without this contribution. Nothing was changed.
         """
 
-    def agree(self, own: Contribution) -> PlannedRound:
+    def agree(self, own: Contribution) -> Attempt:
         """Offers what this island has, and waits for the plan."""
         own.complete(self.island)
         with own.clock.counts("exchanging"):
             offer = self.make_offer(own)
+        number = self.outer.round + 1
+
+        def convene() -> Any:
+            while True:
+                known, self._open = self._open, None
+                attempt = known if known and known.round == number else self.decider.current(number)
+                if attempt.plan is None:
+                    attempt = self.decider.convene(attempt, offer)
+                if planned := self._with_offers(attempt):
+                    return planned
+
         with own.clock.counts("waiting"):
-            return self.plans.convene(offer)
+            try:
+                return self._load(self.island.on_leader(convene))
+            except PayloadError as error:  # committed meanwhile, and damaged: `ElasticRounds.find` says so
+                raise IslandLostError(str(error)) from None
+
+    def _with_offers(self, attempt: Attempt) -> Any:
+        """On the leader: what all ranks need to know of an attempt with a plan, for `_load`; None: look again."""
+        offers = self.decider.offers_of(attempt, self.outer.outer_hash)
+        return offers and _ATTEMPT.dump_python(replace(attempt, offers=tuple(offers)), mode="json")
+
+    def _load(self, raw: Any) -> Attempt:
+        planned = _ATTEMPT.validate_python(raw)
+        if planned.agreed.state != self.outer.outer_hash:
+            raise DivergedError(
+                f"round {planned.round}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
+                f"that all agreed on ({planned.agreed.state[:12]}): suspect memory or a changed library. It ends "
+                "before it spoils the others; started again, it resumes from its last checkpoint"
+            )
+        return planned
+
+    def decide(self, call: Callable[[], OutcomeRecord]) -> OutcomeRecord:
+        """What the leader is told of a decision, on every rank."""
+        return OutcomeRecord.model_validate(self.island.on_leader(lambda: call().model_dump()))
+
+    def abort(self, planned: Attempt, islands: Collection[int], reason: str) -> OutcomeRecord:
+        """Says that the values of some islands could not be used, or why else there is no average.
+
+        Returns:
+            What was decided, which may be otherwise.
+        """
+        offer = next((one.offer for one in planned.agreed.participants if one.island in islands), "")
+        return self.decide(lambda: self.decider.abort(planned, offer, reason))
 
     @abstractmethod
     def make_offer(self, own: Contribution) -> OfferRecord:
         """Makes a pseudo-gradient ready for others, and says what there is."""
 
-    def attempt(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
+    def attempt(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
         """Averages what a plan names, and takes the outer step if the islands commit it.
 
         Args:
@@ -243,11 +293,11 @@ class Rounds(ABC):
             return None
         took_part = own.part is Part.WHOLE and self.config.island in planned.participants
         with own.applying(), self.progress(planned, own):
-            self.outer.step(planned.round, mean, took_part, planned.plan.rates, self.island)
+            self.outer.step(planned.round, mean, took_part, planned.agreed.rates, self.island)
         return self._report(planned, own, stats)
 
     @abstractmethod
-    def average(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
+    def average(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
         """Writes this rank's part of the average that a plan names to `mean`; None if the round is to be tried again.
 
         Returns:
@@ -255,7 +305,7 @@ class Rounds(ABC):
         """
 
     @abstractmethod
-    def commit(self, planned: PlannedRound, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
+    def commit(self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """Votes for an average; returns whether the round is committed, or is to be tried again."""
 
     def say_again(self, number: int, reason: object) -> None:
@@ -264,10 +314,10 @@ class Rounds(ABC):
             logger.warning("round %d is tried again: %s", number, reason)
 
     @abstractmethod
-    def progress(self, planned: PlannedRound, own: Contribution) -> AbstractContextManager[None]:
+    def progress(self, planned: Attempt, own: Contribution) -> AbstractContextManager[None]:
         """What becomes of this island's own progress in the outer step of a committed round, which is taken within."""
 
-    def _report(self, planned: PlannedRound, own: Contribution, stats: AverageStats) -> SyncReport:
+    def _report(self, planned: Attempt, own: Contribution, stats: AverageStats) -> SyncReport:
         clock, weights = own.clock, planned.participants
         counted = [clock.traffic.bytes_sent, clock.traffic.bytes_received, stats.dot, stats.square]
         sent, received, dot, square = self.island.sum(counted)
@@ -303,45 +353,6 @@ class Rounds(ABC):
             )
 
 
-# What a round measures
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One committed round as this island measured it; bytes are payload, summed over the island's ranks.
-
-    Attributes:
-        round: number of the round, from 1.
-        participants: the islands whose pseudo-gradients were averaged.
-        seconds_computing: from the end of the last round to the start of this one.
-        seconds_waiting: until all islands had arrived, and until all had voted.
-        seconds_exchanging: moving and averaging pseudo-gradients.
-        seconds_applying: reading and writing masters, the outer step.
-        pseudo_gradient_norm: Euclidean norm of this island's own.
-        cosine: of this island's pseudo-gradient to the average of the others'; None for a single island, and for
-            payloads that leave most of it out.
-        weight: examples or tokens behind it, or 1.
-        outer_hash: digest of the outer parameters after the round.
-        fragment: whose round it was.
-        seconds_hidden: of those waiting and exchanging, how many passed behind inner steps.
-    """
-
-    round: int
-    participants: list[int]
-    seconds_computing: float
-    seconds_waiting: float
-    seconds_exchanging: float
-    seconds_applying: float
-    bytes_sent: int
-    bytes_received: int
-    pseudo_gradient_norm: float
-    cosine: float | None
-    weight: float
-    outer_hash: str
-    fragment: int = 0
-    seconds_hidden: float = 0.0
-
-
 class SyncClock:
     """Where the seconds and bytes of a round go.
 
@@ -369,13 +380,3 @@ class SyncClock:
             yield
         finally:
             setattr(self, what, getattr(self, what) + time.monotonic() - begun)
-
-
-def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float | None:
-    """Cosine of Delta_i to (mean - share * Delta_i), the part of the mean that the others made."""
-    if share >= 1:
-        return None
-    others = mean - 2 * share * dot + share * share * own
-    if not (own > 0 and others > 0):
-        return None
-    return (dot - share * own) / math.sqrt(own * others)

@@ -21,7 +21,8 @@ from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.checkpoint import check_checkpoint
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.background import Background
-from hf_diloco.rounds.round import Contribution, SyncReport
+from hf_diloco.rounds.measures import SyncReport
+from hf_diloco.rounds.round import Contribution
 
 logger = logging.getLogger("hf_diloco")
 
@@ -99,7 +100,8 @@ class BaseSession(ABC):
         self.island = island
         self.outer = OuterState(config, island)
         # A thread's talk inside the island must not mix with the training's.
-        self._talk = IslandGroup(timeout=config.longest_wait) if config.overlaps else island
+        self._overlaps, self._is_streaming = config.overlaps, config.is_streaming
+        self._talk = IslandGroup(timeout=config.longest_wait) if self._overlaps else island
         self._background = Background(self.outer, self._carry_out)
         self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
         self.has_left = self.has_finished = False
@@ -203,7 +205,7 @@ class BaseSession(ABC):
 
     def _cut(self, shards: Shards) -> list[Shards]:
         """The shards of each fragment."""
-        if not self.config.is_streaming:
+        if not self._is_streaming:
             return [shards]
         config = self.config
         names = cut_into_fragments(shards.sizes, config.num_fragments, config.fragment_order, config.fragment_patterns)
@@ -219,7 +221,7 @@ class BaseSession(ABC):
         """
         if self._background.failure or self.outer.is_due or self._background.landing() is not None:
             return True
-        return is_last and self.config.is_streaming and not self.outer.on_boundary
+        return is_last and self._is_streaming and not self.outer.on_boundary
 
     def advance(self, is_last: bool = False) -> list[SyncReport]:
         """Begins the round that is due and ends those whose time has come, as `sync` does at once.
@@ -237,10 +239,10 @@ class BaseSession(ABC):
             self.outer.current.install_in = 0  # also where no round is under way, which is then that of the start
         while (fragment := self._background.landing(at_once=is_last)) is not None:
             self._reports += self._background.land(fragment)
-        if is_last and self.config.is_streaming:
+        if is_last and self._is_streaming:
             while self.outer.steps and not self.is_over:
                 self._reports.append(self.sync())
-        elif self.config.overlaps:
+        elif self._overlaps:
             if self.outer.is_due and not self._has_begun_all:
                 self._background.take_off()
         elif self.outer.is_due or is_last:  # steps of missed rounds may be left, and end before a round is due

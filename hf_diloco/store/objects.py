@@ -57,6 +57,9 @@ class ObjectStore:
         gone_after: seconds for which nobody may listen at a server's port until it counts as lost; default: as long as
             it may be silent, as a server may be started again.
 
+    Attributes:
+        tells_changes: there is a server of ours, which can be asked a `Question`.
+
     Raises:
         RendezvousError: the URL is none of these; or the store cannot be reached, does not exist or denies access.
     """
@@ -73,6 +76,7 @@ class ObjectStore:
         self._patience_if_refused = self._patience if gone_after is None else gone_after
         try:
             self._backend = open_backend(self.url, timeout, read_only)
+            self.tells_changes = isinstance(self._backend, Server)
             self._ask("list", "", self._backend.greet)
         except StoreError as error:
             raise RendezvousError(f"the rendezvous cannot be used: {error}") from None
@@ -178,11 +182,6 @@ class ObjectStore:
         backend = self._backend
         assert isinstance(backend, Cloud)
         return self._write("replace", path, backend.replace, path, tag, data)
-
-    @property
-    def tells_changes(self) -> bool:
-        """Whether there is a server of ours, which can be asked a `Question`."""
-        return isinstance(self._backend, Server)
 
     def ask(self, question: Question) -> Answer:
         """See `store.question`. Raises `StoreError` if there is no answer."""

@@ -31,8 +31,8 @@ from hf_diloco.outer.checkpoint import RECORD, find_complete, last_of_earlier_ro
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.outer.state import OuterState
+from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.open import abandon_last, open_session
-from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import (
     check_arguments,

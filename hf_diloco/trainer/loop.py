@@ -21,8 +21,8 @@ from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.outer.checkpoint import RECORD, find_complete, last_of_earlier_round, read_index
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
+from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.open import open_session
-from hf_diloco.rounds.round import SyncReport
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import check_count, check_prepared, check_weight, settings_of
 from hf_diloco.trainer.checkpoint_folder import CheckpointFolder

@@ -16,7 +16,7 @@ from hf_diloco.errors import MissedRoundError
 from hf_diloco.inner.base import Shards
 from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.round import SyncReport
+from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.progress import launchers_folder
 from hf_diloco.transport.base import Traffic

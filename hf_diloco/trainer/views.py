@@ -16,7 +16,7 @@ import torch
 
 from hf_diloco.errors import ConfigError, IslandLostError
 from hf_diloco.gossip.averages import mean_of_holders
-from hf_diloco.rounds.round import SyncReport
+from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.session import BaseSession
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from hf_diloco import DiLoCoConfig, OuterLoop
-from hf_diloco.rounds.round import SyncReport
+from hf_diloco.rounds.measures import SyncReport
 from tests.programs.trainer_island import Tokens, make_model
 
 BATCH = 4

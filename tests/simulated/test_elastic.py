@@ -416,7 +416,7 @@ def test_an_island_whose_outer_parameters_changed_ends_and_spoils_nobody(tmp_pat
 def test_an_island_that_computes_another_average_is_outvoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=20.0)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
-    ill = islands[0].session.rounds.context.engines[0]
+    ill = islands[0].session.rounds.archive.engines[0]
     average = ill.average
 
     def average_wrongly(planned: Any, mean: torch.Tensor, *others: Any) -> Any:
@@ -433,7 +433,7 @@ def test_an_island_that_computes_another_average_is_outvoted(tmp_path: Path, mon
 
 def average_wrongly(member: Member, is_wrong: Callable[[int], bool]) -> None:
     """Has an island compute wrong averages: of those that it computes, the ones that `is_wrong` names."""
-    engine: Any = member.session.rounds.context.engines[0]
+    engine: Any = member.session.rounds.archive.engines[0]
     average, count = engine.average, itertools.count()
 
     def wrong(planned: Any, mean: torch.Tensor, *others: Any) -> Any:
@@ -483,7 +483,7 @@ def test_who_comes_to_two_averages_of_the_same_values_ends(tmp_path: Path) -> No
 def test_who_hung_blames_nobody_for_what_the_others_have_used_and_cleared_up(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 2, min_islands=1, grace=1.0, snapshot_every=1, keep_rounds=1)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
-    engine: Any = islands[1].session.rounds.context.engines[0]
+    engine: Any = islands[1].session.rounds.archive.engines[0]
     average, hangs, over = engine.average, threading.Event(), threading.Event()
 
     def hang(*arguments: Any) -> Any:
@@ -517,7 +517,7 @@ EMPTY = ObjectInfo(path="empty", codec="fp32", start=0, length=0, num_bytes=0, b
 def test_who_announces_what_cannot_be_is_left_out(tmp_path: Path, said: dict[str, Any]) -> None:
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=1.0)
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
-    engine: Any = islands[1].session.rounds.context.engines[0]
+    engine: Any = islands[1].session.rounds.archive.engines[0]
     engine.announce = lambda *_: (said, Traffic())
     outcomes = try_islands(3, lambda which: islands[which].train_to(2))
     assert (outcomes[0], outcomes[2]) == (islands[0], islands[2])
@@ -781,7 +781,7 @@ def test_a_round_that_was_carried_out_but_not_heard_of_leaves_what_the_codec_lef
     meeting = Meeting(tmp_path, 2, min_islands=1, grace=20.0, width=WIDE, payload="topk", **FEDAVG)
     islands = run_islands(2, lambda island: meeting.island(island).train(4))
     deaf = islands[1]
-    quorum = deaf.session.rounds.context.quorum
+    quorum = deaf.session.rounds.archive.quorum
 
     def fail(*_: Any) -> None:
         raise StoreError("the store is away")
@@ -894,13 +894,13 @@ def test_who_shows_an_address_in_anothers_name_costs_an_attempt(
     islands = run_islands(2, meeting.island)
     _, log = open_run(ObjectStore(meeting.url), b"")
     log.put("links/mesh/00000001-00/0/at/1.json", BytesRecord(value=base64.b64encode(b"{}").decode()))
-    engine: Any = islands[1].session.rounds.context.engines[0]
+    engine: Any = islands[1].session.rounds.archive.engines[0]
     average = engine.average
 
     def average_late(planned: Any, *others: Any) -> Traffic:
         """When island 0 has seen what lies there: this one would overwrite it."""
         deadline = time.monotonic() + LONG
-        while planned.attempt == 0 and "rounds/00000001/00/outcome.json" not in log.list("rounds/00000001/00"):
+        while planned.number == 0 and "rounds/00000001/00/outcome.json" not in log.list("rounds/00000001/00"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         traffic: Traffic = average(planned, *others)
@@ -920,7 +920,7 @@ def test_an_island_whose_own_address_is_gone_misses_a_round_and_no_more(tmp_path
     """As while its VPN is down: the others take the round without it, and the next one with it."""
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=2.0, sync_timeout=600.0)  # connecting takes real time
     islands = run_islands(3, meeting.island)
-    engine: Any = islands[1].session.rounds.context.engines[0]
+    engine: Any = islands[1].session.rounds.archive.engines[0]
     address, engine._address = engine._address, "192.0.2.1"  # RFC 5737: no machine has it
     run_islands(3, lambda which: islands[which].train(2))
     for survivor in (islands[0], islands[2]):
@@ -945,10 +945,10 @@ def vanish(member: Member) -> None:
 
     def average(*_: Any) -> None:
         member.die()
-        member.session.rounds.context.engines[0].close()
+        member.session.rounds.archive.engines[0].close()
         raise Vanished
 
-    member.session.rounds.context.engines[0].average = average  # type: ignore[method-assign,assignment]
+    member.session.rounds.archive.engines[0].average = average  # type: ignore[method-assign,assignment]
 
 
 @only("mesh")
@@ -959,11 +959,11 @@ def test_who_was_lost_is_not_waited_for_as_long_as_who_is_late(tmp_path: Path) -
     others_are_done = threading.Barrier(3)
 
     def hang(*_: Any) -> None:
-        islands[1].session.rounds.context.engines[0].close()
+        islands[1].session.rounds.archive.engines[0].close()
         others_are_done.wait(30)
         raise Vanished
 
-    islands[1].session.rounds.context.engines[0].average = hang  # type: ignore[method-assign,assignment]
+    islands[1].session.rounds.archive.engines[0].average = hang  # type: ignore[method-assign,assignment]
 
     def train(which: int) -> None:
         islands[which].train(2)
@@ -999,7 +999,7 @@ def test_an_attempt_that_all_have_missed_is_given_up(
     meeting = Meeting(tmp_path, 2, grace=3.0, exchange_timeout=exchange_timeout)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     for member in islands:
-        engine = member.session.rounds.context.engines[0]
+        engine = member.session.rounds.archive.engines[0]
         engine.average = fails_once(engine, "average", StoreError("the store is down"))  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2))
     assert [member.missed for member in islands] == [1, 1]
@@ -1029,7 +1029,7 @@ def test_where_an_average_was_not_kept_a_snapshot_takes_its_place(tmp_path: Path
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
     for member in islands:
-        member.session.rounds.context.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2))
     _, outcome = islands[0].session.rounds.archive.last or (None, None)
     assert outcome is not None
@@ -1056,7 +1056,7 @@ def test_rounds_that_nobody_holds_any_more_are_taken_again(tmp_path: Path, round
     islands = run_islands(2, lambda island: meeting.island(island).train(3))
     checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
     for member in islands:
-        member.session.rounds.context.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
         member.session.rounds.rescue_average = lambda: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2 * rounds_since))
     assert islands[0].session.outer.round == 1 + rounds_since
@@ -1088,7 +1088,7 @@ def test_a_round_of_whose_commit_nobody_has_heard_is_taken_again(tmp_path: Path)
     meeting = Meeting(tmp_path, 2)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     for member in islands:
-        quorum = member.session.rounds.context.quorum
+        quorum = member.session.rounds.archive.quorum
         assert quorum is not None
 
         def commit(*args: Any, decide: Callable[..., OutcomeRecord] = quorum.commit, quorum: Quorum = quorum) -> None:
@@ -1111,7 +1111,7 @@ def test_a_round_that_one_island_holds_is_not_taken_again(tmp_path: Path) -> Non
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
     checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
     for member in islands:
-        member.session.rounds.context.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
     run_islands(3, lambda island: islands[island].train(2))
     newest = islands[2].save(tmp_path / "newest")
     for member in islands:
@@ -1137,7 +1137,7 @@ def test_who_resumes_from_a_round_that_is_not_in_the_store_shares_it_at_once(
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     older = islands[0].save(tmp_path / "older")
     for member in islands:
-        member.session.rounds.context.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
         member.session.rounds.rescue_average = lambda: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2 * rounds_since))
     newer = islands[1].save(tmp_path / "newer")
@@ -1154,10 +1154,10 @@ def test_who_resumes_from_a_round_that_is_not_in_the_store_shares_it_at_once(
 def test_connections_last_while_the_same_islands_take_part(tmp_path: Path) -> None:
     meeting = Meeting(tmp_path, 2)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
-    first = [member.session.rounds.context.engines[0].links for member in islands]
+    first = [member.session.rounds.archive.engines[0].links for member in islands]
     assert first == ["00000001-00"] * 2
     run_islands(2, lambda island: islands[island].train(4))
-    assert [member.session.rounds.context.engines[0].links for member in islands] == first
+    assert [member.session.rounds.archive.engines[0].links for member in islands] == first
 
 
 def go_on_without_one(islands: list[Member]) -> tuple[Member, list[Member]]:

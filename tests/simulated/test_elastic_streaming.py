@@ -227,7 +227,7 @@ def test_a_round_under_way_of_which_nothing_is_left_is_passed_over(tmp_path: Pat
     }
     first, asleep = Streams(tmp_path, 2, **settings).join_all()
     awake = threading.Event()
-    for engine in asleep.session.rounds.context.engines:
+    for engine in asleep.session.rounds.archive.engines:
         engine.average = partial(after, awake, engine.average)  # type: ignore[method-assign]
     asleep.stream(3)  # a round is under way since step 2
     first.stream(40).settle()

@@ -84,9 +84,9 @@ def test_clearing_up_a_folder_looks_at_as_many_files_however_long_the_run(
 
     def train(number_of_rounds: int) -> int:
         run_islands(2, lambda island: train_to(islands[island], number_of_rounds))
-        islands[0].session.rounds.context.snapshots.wait()
+        islands[0].session.rounds.archive.snapshots.wait()
         looks.clear()
-        islands[0].session.rounds.context.snapshots.clear_up(keep_rounds=2)
+        islands[0].session.rounds.archive.snapshots.clear_up(keep_rounds=2)
         return looks.count("plan.json")
 
     assert train(10) == train(30) < 10

@@ -47,7 +47,7 @@ def live(folder: Path, min_islands: int) -> Lives:
     meeting = Meeting(folder, 2, min_islands=min_islands, grace=1.0, snapshot_every=2, join_timeout=2.0)
     islands = run_islands(2, lambda island: meeting.island(island).train(4))
     for member in islands:
-        member.session.rounds.context.snapshots.wait()
+        member.session.rounds.archive.snapshots.wait()
     earlier = [member.save(folder / f"earlier-{member.number}") for member in islands]
     contents = contents_of(meeting)
     run_islands(2, lambda island: islands[island].train(4))

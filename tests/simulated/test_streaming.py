@@ -17,7 +17,7 @@ from hf_diloco.errors import ConfigError, ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.outer.fragment import EagerFragment
 from hf_diloco.rounds.fixed import FixedSession
-from hf_diloco.rounds.round import SyncReport
+from hf_diloco.rounds.measures import SyncReport
 from tests.fixed_runs import FaultyTransport, Run, cut, save
 from tests.islands import run_islands
 from tests.small_model import batches, new_tensor_bytes, take_step

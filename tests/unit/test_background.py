@@ -14,7 +14,8 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.fixed import FixedSession
-from hf_diloco.rounds.round import Contribution, SyncReport
+from hf_diloco.rounds.measures import SyncReport
+from hf_diloco.rounds.round import Contribution
 from tests.clocks import LONG
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_diloco.membership.round_records import OfferRecord, OutcomeRecord, Participant, PlanRecord
-from hf_diloco.rounds.round_plan import MAX_SPLITS, Doubts, PlannedRound
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, Participant, PlanRecord
+from hf_diloco.membership.voting import MAX_SPLITS, Doubts
 
 SPLIT = OutcomeRecord(by=1, kind="abort", is_split=True)
 
@@ -15,13 +15,13 @@ def doubts() -> Doubts:
     return Doubts(is_leader=True)
 
 
-def planned(number: int, serial: int = 0) -> PlannedRound:
+def planned(number: int, serial: int = 0) -> Attempt:
     """An attempt of a round; of another `serial`, with another pseudo-gradient."""
     offer = OfferRecord(
         island=0, incarnation=1, serial=serial, steps=1, weight=1.0, norm=1.0, state="ab", objects=[{}]
     )
     plan = PlanRecord(by=0, state="ab", participants=[Participant(offer="o", island=0, weight=1.0, norm=1.0)])
-    return PlannedRound(round=number, attempt=0, plan=plan, outcome=None, offers=[offer])
+    return Attempt(number, 0, plan, offers=(offer,))
 
 
 def commit(mean: str) -> OutcomeRecord:

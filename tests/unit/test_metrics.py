@@ -13,7 +13,7 @@ import pytest
 import torch
 import xxhash
 
-from hf_diloco.rounds.round import SyncReport
+from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.trainer.progress import Progress
 from hf_diloco.trainer.record import IslandRecord, Record
 from hf_diloco.transport.base import LaneStats
