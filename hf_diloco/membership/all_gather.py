@@ -42,16 +42,11 @@ class AllGather:
     """One island's part in it; used by the island's leader only.
 
     Args:
-        store: reaches all islands.
-        island: this island's number.
         num_islands: islands in the run.
         should_stop: polled while waiting; true makes a wait end with `StopRequested`.
         where: islands meet, for messages.
-        clock: by which it waits.
 
     Attributes:
-        clock: likewise.
-        notes: say for whom this waits.
         news: is set when there may be something new to hear.
         is_lost: the store has not answered, and is not asked any more.
     """
@@ -120,7 +115,6 @@ class AllGather:
             found: what is known, by island; what they say is added.
             look: what some islands have said, as far as it is in the store; None: nobody need wait any more.
             timeout: seconds that it may take.
-            wait: says for whom this waits.
             interruptible: a wish to stop ends it.
             hear: what has come over links, if these carry it: the store is then looked at now and then.
             find_gone: islands that will say nothing more; it ends where one of the absent is.

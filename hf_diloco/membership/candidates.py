@@ -97,8 +97,6 @@ class UsualNorms:
         """Why an offer does not count; "" if it does.
 
         Args:
-            round_number: of the round that it is for.
-            offer: of one island.
             smallest: norm of all that are offered. Where all have become long at once, it is the training that
                 changed, and nobody is an outlier.
         """
@@ -116,12 +114,7 @@ class UsualNorms:
 
 
 class Candidates:
-    """The islands that may take part in the next round; used by the island's leader only.
-
-    Args:
-        members: this island and the others.
-        rules: when a round takes place.
-    """
+    """The islands that may take part in the next round; used by the island's leader only."""
 
     def __init__(self, members: Members, rules: Rules) -> None:
         self._log = members.log
@@ -214,7 +207,6 @@ class Fault(NamedTuple):
     """Why an attempt is not carried out.
 
     Attributes:
-        reason: in words.
         offer: path of the offer that is to blame; "" where it is the plan.
     """
 
@@ -228,8 +220,6 @@ def find_fault(
     """What is wrong with a plan, or with the offers that it takes; None if nothing is.
 
     Args:
-        folder: of the attempt.
-        plan: of it.
         offers: those that it names, in its order; None for what is gone or cannot be read.
         state: of this island's outer parameters before the round.
         min_islands: fewer cannot say that this island has the wrong ones.

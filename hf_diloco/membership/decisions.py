@@ -46,13 +46,7 @@ _CLOSED = "closed: the outcome of an earlier attempt is damaged"
 
 
 class Decisions:
-    """One island's access to them; used by the island's leader only.
-
-    Args:
-        log: of the run.
-        island: this island's number.
-        clock: by which it waits.
-    """
+    """One island's access to them; used by the island's leader only."""
 
     def __init__(self, log: RunLog, island: int, clock: Clock) -> None:
         self._log = log

@@ -44,8 +44,6 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: F
     """What must be equal on all islands, by the name that an error message gives it.
 
     Args:
-        config: the outer loop's settings.
-        shards: of the model.
         more: what else this package knows.
         given: the caller's, see `join_facts`.
     """
@@ -125,7 +123,6 @@ def find_common(
 
     Args:
         output_dir: where this island's checkpoints are.
-        island: its ranks.
         share: posts this island's record under a topic and returns all islands'; called on the leader.
 
     Raises:

@@ -57,15 +57,11 @@ class Members:
     """The islands as this one sees them; used by the island's leader only.
 
     Args:
-        log: of the run.
-        island: this island's number.
         folder: where it writes.
         lease: seconds after which an island whose heartbeat stands still counts as gone.
-        clock: by which it waits.
         unit: what the run calls one that takes part.
 
     Attributes:
-        log: of the run.
         lease: seconds, as given or by default.
         incarnation: which process of this island this is, from 1, once it has entered.
         standing: what the next heartbeat says.
@@ -263,8 +259,6 @@ class Members:
         """Waits until each of these islands has had a process; returns those that have not after `seconds`.
 
         Args:
-            islands: their numbers.
-            seconds: to wait.
             wait: says who is missing.
         """
         deadline, watch = self._clock.now() + seconds, Watch(self.log.store, ["incarnations"], self._clock)

@@ -53,10 +53,7 @@ class Quorum:
     """One island's part in deciding rounds; used by the island's leader only.
 
     Args:
-        members: this island and the others.
-        rules: when a round takes place.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
-        clock: by which it waits.
         is_awaited: polled while waiting; true ends the grace for those who are late.
     """
 
@@ -276,10 +273,6 @@ class Quorum:
         Every participant that misses the average says so: it has come back from before the round, or has not heard of
         the commit. Once all have, nobody can have come to later rounds either. These go first, so that none is left if
         this island is killed.
-
-        Args:
-            attempt: of the round.
-            offers: that are in it.
 
         Returns:
             Whether the round is taken again.

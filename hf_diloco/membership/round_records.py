@@ -118,7 +118,6 @@ class VoteRecord(Record):
     """An island holds an average, or has no vote; or misses the average that was committed (`missing_path`).
 
     Attributes:
-        island: which.
         mean: digest of the average; "" for an abstention.
         reason: why it holds none, where all must.
         again: it may hold one if the round is taken again.
@@ -233,7 +232,6 @@ def make_plan(
     Args:
         attempt: that they are made to.
         by: the island that makes the plan.
-        offers: by island.
         why_not: says why one does not count; "" if it does.
 
     Raises:
@@ -306,7 +304,6 @@ def assemble(folder: str, parts: Sequence[SnapshotRecord | None]) -> Snapshot | 
     """The snapshot that the parts in a folder make up; None if it is not whole.
 
     Args:
-        folder: where they are.
         parts: in the order of their paths; None for what is no such record, and does not count.
 
     Raises:

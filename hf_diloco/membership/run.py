@@ -89,9 +89,7 @@ def announce_run(
     """Writes down, for people, a run in which nobody comes or goes: it is known already, and nobody waits for this.
 
     Args:
-        log: of the run.
         num_rounds: after which it is over; None: unknown.
-        fingerprint: what all have in common.
         unit: what the run calls one that takes part.
     """
     record = RunRecord(
@@ -203,10 +201,6 @@ def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
 
 def check_welcome(members: Members, clock: Clock) -> None:
     """Where islands have identities: makes sure that those that are there list this island's.
-
-    Args:
-        members: this island, and the others.
-        clock: by which it waits.
 
     Raises:
         RendezvousError: one does not, or has replaced it; says which.

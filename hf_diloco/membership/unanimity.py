@@ -97,7 +97,6 @@ class Unanimity:
 
     Args:
         all_gather: of all islands.
-        log: of the run.
         patience: seconds to wait for all offers.
         vote_patience: seconds to wait for all votes.
         links: who is gone there is not waited for. The first carries messages; without one, the store does. They may
@@ -199,9 +198,7 @@ class Unanimity:
         """Says why this island holds no average; returns what is decided.
 
         Args:
-            attempt: which.
             offer: whose values came damaged, so that the round may be taken again; "" if there is another reason.
-            reason: in words.
 
         Raises:
             IslandLostError: another island had given the round up, or left; says why.
@@ -322,10 +319,7 @@ def verdict(by: int, votes: Mapping[int, VoteRecord], num_islands: int, round_nu
     """The outcome that an island is for.
 
     Args:
-        by: this island.
-        votes: that it has seen, by island.
         num_islands: that have a vote.
-        round_number: of the round.
     """
     abort = partial(OutcomeRecord, by=by, kind="abort")
     silent = [island for island in range(num_islands) if island not in votes]

@@ -71,12 +71,8 @@ class Voting:
     """One island's part in votes; used by the island's leader only.
 
     Args:
-        members: this island and the others.
-        decisions: of the run.
         candidates: the islands that take part, and which of them are at it.
-        rules: say how long to wait for another island's vote.
         should_stop: polled while waiting; true ends the wait.
-        clock: by which it waits.
     """
 
     def __init__(
@@ -104,10 +100,8 @@ class Voting:
         directly, also when more than half agree.
 
         Args:
-            folder: of the attempt.
             offers: that are in it; their islands have a vote.
             mean: digest of the average.
-            wait: says for whom this waits.
 
         Raises:
             StoreError: the store does not answer.
@@ -158,7 +152,6 @@ class Voting:
         """Whether the votes speak against an outcome that commits an average; it then counts as damaged.
 
         Args:
-            folder: of the attempt.
             participants: see `vote`.
             mean: digest of the average.
 
@@ -222,7 +215,6 @@ class Doubts:
         Args:
             planned: the attempt, as it was before this island voted.
             digest: of the average that it holds.
-            outcome: of the attempt.
         """
         if planned.round != self._round:
             self._round, self._num_splits, self._is_outvoted, self._seen = planned.round, 0, False, {}

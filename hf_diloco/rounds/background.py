@@ -30,7 +30,6 @@ class Background:
     After a round has failed, those behind it fail too.
 
     Args:
-        outer: this rank's outer state.
         carry_out: takes a contribution through its round; called on a thread, with a group of ranks that nothing else
             uses meanwhile.
 

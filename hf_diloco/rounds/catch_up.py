@@ -33,12 +33,9 @@ class Archive:
     """One rank's part in it. What writes, or takes over a state, is collective over the island's ranks.
 
     Attributes:
-        outer: this rank's outer state.
         island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
         engines: how values get from island to island, one a fragment.
-        snapshots: of the run.
         quorum: decides rounds; on the island's leader only.
-        clock: by which it waits.
         last: the round that this process has completed last, and how it was decided.
     """
 
@@ -192,7 +189,6 @@ class Archive:
 
         Args:
             planned: the round that cannot be carried out.
-            error: why.
             part: of this island's progress that it has used.
             is_resuming: the progress comes from a checkpoint, and may have gone into any of them.
 
@@ -208,8 +204,6 @@ class Archive:
         """As `pass_over`, where a record of the committed round `number` is damaged: nobody knows who took part.
 
         Args:
-            number: of the round.
-            error: what is damaged.
             is_resuming: see `pass_over`.
             may_be_used: this island had offered; what it offered must not count twice.
 

@@ -75,9 +75,6 @@ class DirectEngine(Engine):
     """One rank's connections to the participants of the last round.
 
     Args:
-        config: the outer loop's settings.
-        ranks: of the island.
-        log: of the run.
         bucket: this rank's range of the object store.
         size: values of the whole model.
         author: names the island and its process, as "00001-000002".
@@ -368,9 +365,6 @@ def open_engines(
     """How islands that meet in an object store exchange each fragment. Collective over the island's ranks.
 
     Args:
-        config: the outer loop's settings.
-        island: the ranks of this island.
-        log: of the run.
         buckets: this rank's range of each fragment in the object store.
         author: names the island and its process, as "00001-000002".
         key: see `DirectEngine`.

@@ -71,7 +71,6 @@ class ElasticSession(BaseSession):
 
     Args:
         config: the outer loop's settings; `rendezvous` names the store.
-        island: the ranks of this island.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
         clock: by which it waits for them, and tells whether they live.
         host: keeps the store on this rank, for as long as others take part.

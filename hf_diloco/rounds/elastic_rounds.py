@@ -39,7 +39,6 @@ class ElasticRounds(Rounds):
 
     Args:
         archive: this rank's side of the run.
-        incarnation: of this process.
 
     Attributes:
         archive: as above.
@@ -172,7 +171,6 @@ class ElasticRounds(Rounds):
         """Carries out what others have planned, with this island or without; None if nothing came of the attempt.
 
         Args:
-            planned: the attempt.
             clock: what this synchronisation takes.
             is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
             own: its progress, if that was captured just now: the model need not be read again.

@@ -36,7 +36,6 @@ class Engine(ABC):
 
         Args:
             delta: this rank's part.
-            number: of the round.
             tag: unique in the run.
         """
 
@@ -123,13 +122,7 @@ class _Announced:
 
 
 class Offers:
-    """What this process offers to rounds, on one rank. `make` is collective over the island's ranks.
-
-    Args:
-        number: of this island.
-        incarnation: of this process.
-        island: the ranks of this island.
-    """
+    """What this process offers to rounds, on one rank. `make` is collective over the island's ranks."""
 
     def __init__(self, number: int, incarnation: int, island: IslandGroup) -> None:
         self.island = island
@@ -142,7 +135,6 @@ class Offers:
         """Has others find a pseudo-gradient, unless they do already, and says what there is.
 
         Args:
-            own: what this island has.
             engine: of its fragment.
             state: digest of the outer parameters that it starts from.
         """

@@ -57,11 +57,8 @@ class FixedSession(BaseSession):
     """One rank's part in a run of `config.num_islands` islands, whose leaders share a store and meet in every round.
 
     Args:
-        config: the outer loop's settings.
-        island: the ranks of this island.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
         transport: how to reach the other islands; default: what `config.rendezvous` calls for.
-        clock: by which it waits for them.
         folder: where this island writes, for people; default: the current folder.
 
     Raises:
@@ -291,7 +288,6 @@ class EagerRounds:
     """Rounds whose averages come a round late, and this island's own part of them at once; see `methods.outer.eager`.
 
     Args:
-        island: the ranks of this island.
         background: carries rounds out, behind the inner steps of the next one.
     """
 

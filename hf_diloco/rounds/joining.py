@@ -35,7 +35,6 @@ class Pace:
     """Sets when the next round is due by what the other islands say of themselves.
 
     Args:
-        outer: this rank's outer state.
         members: the islands; on the island's leader only.
     """
 
@@ -125,8 +124,6 @@ class Joining:
     """One rank's part in it. Every method is collective over the island's ranks.
 
     Args:
-        run: that the island has entered.
-        rounds: of the run.
         pace: knows where the others are.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         stand: tells the others what this island does.
@@ -332,10 +329,7 @@ def await_islands(
     """Returns when all islands are there, or the others train already; or when enough are, and time is over.
 
     Args:
-        config: the outer loop's settings.
-        members: the islands.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
-        clock: by which it waits.
 
     Raises:
         RendezvousError: fewer than `config.quorum` came within `config.join_timeout` seconds.

@@ -54,8 +54,6 @@ def open_session(
     """Reaches the other islands in the way that the rendezvous calls for. Collective over the island's ranks.
 
     Args:
-        config: the outer loop's settings.
-        island: the ranks of this island.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
         after: of the same caller's last training, which it has left. If islands that come and go have finished that,
             they meet below its place, at `training-2`; else as they did for the last one.

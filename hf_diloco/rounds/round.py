@@ -176,7 +176,6 @@ def capture(outer: OuterState, clock: SyncClock) -> Contribution:
 
     Args:
         outer: this rank's outer state, which is not changed.
-        clock: of the round.
 
     Raises:
         UnsupportedError: what the island trains is no longer what islands exchange.
@@ -280,8 +279,6 @@ class Rounds(ABC):
         """Averages what a plan names, and takes the outer step if the islands commit it.
 
         Args:
-            planned: the attempt.
-            own: what this island has.
             mean: takes this rank's part of the average.
 
         Returns:

@@ -31,7 +31,6 @@ class Presence:
     """Brings this island's next sign of life up to date; used by its leader only.
 
     Args:
-        members: the islands.
         outer: this rank's outer state, which is open.
         tokens_per_step: of the whole island; 0 if unknown.
     """
@@ -75,10 +74,6 @@ class BaseSession(ABC):
 
     Every method is collective over the island's ranks. A round that fails changes nothing: parameters and outer state
     are touched only after all who take part have agreed on the average.
-
-    Args:
-        config: the outer loop's settings.
-        island: the ranks of this island.
 
     Attributes:
         outer: this rank's outer state, the inner steps since the last round, and what saves and restores them.

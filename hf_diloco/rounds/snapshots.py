@@ -40,10 +40,8 @@ class Snapshots:
     """One rank's access to the run's snapshots.
 
     Args:
-        log: of the run.
         buckets: this rank's range of each fragment.
         author: names the island and its process, as "00001-000002".
-        rank, num_ranks: of the island.
     """
 
     def __init__(self, log: RunLog, buckets: Sequence[BucketExchange], author: str, rank: int, num_ranks: int) -> None:

@@ -176,8 +176,6 @@ class Agreement:
         key: see `LinkKey`.
         name: of what is connected, unique in the run.
         connection: its number among those between the two.
-        own: this end's number.
-        peer: the other's.
         parties: which islands they are; default: of these numbers.
 
     Attributes:

@@ -24,7 +24,6 @@ class Roster:
     """The public keys that speak for each island.
 
     Args:
-        keys: by island; see `parse_public`.
         unit: what the run calls one that takes part.
     """
 
@@ -77,11 +76,6 @@ class Roster:
 class Signer:
     """An island's own identity, and those of the others.
 
-    Args:
-        private: this island's key.
-        number: this island's.
-        roster: of the run.
-
     Raises:
         ConfigError: the roster does not list the key for this island.
     """
@@ -126,7 +120,6 @@ class Signer:
         """Makes sure that an island has said something.
 
         Args:
-            island: which.
             signature: see `sign`.
             purpose, said: likewise.
             last_round: of the run's history that this belongs to; None: it is said by who takes part now. A key

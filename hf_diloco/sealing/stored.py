@@ -81,7 +81,6 @@ class BlockSeal:
         """Writes a sealed block to `sealed`, which is `BLOCK_OVERHEAD` bytes longer.
 
         Args:
-            path: of the object.
             number: of the block in it, from 0.
             block: its bytes.
             sealed: where to.

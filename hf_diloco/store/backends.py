@@ -147,7 +147,6 @@ class Server(Cloud):
     """Objects that a server of ours keeps; small ones travel with the questions that only such a server answers.
 
     Args:
-        client: for objects.
         address: of the server, as http://HOST:PORT.
         path: below which this run's objects lie.
         timeout: seconds without an answer after which a request has failed.
@@ -321,7 +320,6 @@ def client_options(prefix: str | None, environment: Mapping[str, str]) -> dict[s
 
     Args:
         prefix: of the provider's variables; None: there are none.
-        environment: of the process.
     """
     options: dict[str, Any] = {}
     if prefix is None:

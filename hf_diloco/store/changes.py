@@ -46,7 +46,6 @@ class Changes:
     """The questions of all islands about one folder.
 
     Args:
-        folder: holds the objects.
         do: has it do something.
     """
 

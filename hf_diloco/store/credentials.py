@@ -99,7 +99,6 @@ def find_credentials(config: KeySettings, number: int, unit: str = "island") -> 
 
     Args:
         config: see `KeySettings`.
-        number: this island's.
         unit: what the run calls one that takes part.
 
     Raises:
@@ -192,7 +191,6 @@ def load_identity(file: Path | None, number: int) -> Ed25519PrivateKey | None:
 
     Args:
         file: in which `{island}` or `{node}` stands for the number.
-        number: of the island.
 
     Raises:
         ConfigError: the file cannot be read, or others on this machine can read it, or it is no such key.

@@ -63,7 +63,6 @@ class Failures:
     """What failures of one store mean.
 
     Args:
-        url: of the store.
         timeout: seconds after which it counts as lost.
         read_only: nothing is to be written there.
         gone_after: an island or a node keeps it, for as long as it takes part; see `ObjectStore`.

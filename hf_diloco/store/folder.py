@@ -170,8 +170,6 @@ class Folder:
         """Writes a file, in place of what is there.
 
         Args:
-            path: of the file.
-            data: what it holds.
             pace: called with a number of bytes before so many are written; returns when they may.
             is_lasting: it must outlast a loss of power.
         """

@@ -56,7 +56,6 @@ class RunLog:
     """Reads and writes records of one run.
 
     Args:
-        store: holds the run's objects.
         seal: of the run; records that do not bear it are refused.
     """
 
@@ -169,7 +168,6 @@ class RunLog:
 
         Args:
             prefixes: where they will lie.
-            clock: by which this waits.
             path, record: to `place` before; in the same request where the store can do that.
             awaited: see `Watch`.
         """

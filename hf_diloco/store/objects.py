@@ -209,7 +209,6 @@ class ObjectStore:
 
         Args:
             path: relative to the store's root.
-            data: what it holds.
             pace: called with a number of bytes before so many go; returns when they may.
             is_lasting: it must outlast a loss of power; a folder's file is then flushed to the disk.
 

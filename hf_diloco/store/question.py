@@ -194,9 +194,7 @@ class Watch:
     """Asks the same questions again and again, each time once there may be another answer.
 
     Args:
-        store: that is asked.
         prefixes: below which the answers lie.
-        clock: by which it waits.
         create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
         when_taken: called if there was something else.
         awaited: see `look`; ignored where the store is asked again and again.

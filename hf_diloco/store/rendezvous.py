@@ -159,10 +159,6 @@ def address_towards(rendezvous: str) -> str:
 def find_store(config: Place, notes: WaitNotes) -> None:
     """Knocks until island 0 answers. A name service that is not there yet is waited for, too.
 
-    Args:
-        config: where to meet.
-        notes: say for whom this waits.
-
     Raises:
         RendezvousError: nobody answers within `join_timeout`, or traffic would cross a public network.
     """
@@ -192,7 +188,6 @@ class StoreHost:
     """Serves a folder to the other islands until it is closed.
 
     Args:
-        config: where to meet.
         folder: what islands leave for each other; a host that is started again with it goes on where it was. Default:
             it is in memory, and gone with this.
 

@@ -51,9 +51,7 @@ class _Refused(Exception):
     """An answer that is an error.
 
     Args:
-        status: of HTTP.
         code: S3's word for it.
-        message: for people.
     """
 
     def __init__(self, status: int, code: str, message: str) -> None:

@@ -65,9 +65,6 @@ def check_author(path: str, body: Mapping[str, Any], by: int, unit: str) -> None
     """Makes sure that a record in an object store was signed by the island whose name it bears.
 
     Args:
-        path: where it lies.
-        body: what it says.
-        by: who signed it.
         unit: what the run calls one that takes part.
 
     Raises:
@@ -184,8 +181,6 @@ class Seal:
         """The body of the record that lies at `path`.
 
         Args:
-            path: where it lies.
-            data: what lies there.
             is_of_now: it counts only if its writer may take part now; see `round_of_history`.
 
         Raises:

@@ -73,13 +73,10 @@ def meet(
     """Connects to the rendezvous; on the rank that `is_host` also opens it, for as long as that keeps the store.
 
     Args:
-        config: where to meet.
-        credentials: this island's.
         is_host: this process keeps the store, and begins the run; others wait until it does.
         who: this island, for messages.
         size: how many take part, by the setting that says so.
         silent_for: seconds without an answer until the store counts as gone; a process may stand still for some.
-        notes: say for whom this waits.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, nobody answers within `join_timeout`, or traffic

@@ -40,7 +40,6 @@ class RecordStore(Store):
     """As much of a store as Gloo's connecting and `LossNotes` need.
 
     Args:
-        log: of the run.
         patience: seconds that `wait` and `get` wait for a key.
         should_give_up: polled while waiting; true ends the wait as if the patience were over.
     """

@@ -44,7 +44,6 @@ class BucketExchange:
     block.
 
     Args:
-        store: where the objects lie; threads share it.
         start: canonical index of the first value of this rank's range; a multiple of the codecs' `block_values`.
         length: values in the range; may be 0.
         num_transfers: range reads, or digests, at a time.

@@ -112,10 +112,7 @@ class Connections:
         only at each end, and never again. Without one a checksum goes behind it, if the other end expects one.
 
         Args:
-            tensor: 1-D, in host memory.
-            peer: to whom.
             tag: tells transfers apart; the same at both ends.
-            transfers: counts it.
             with_checksum: whether a checksum goes behind it, where there is no key; the same at both ends.
             as_it_is: the caller seals, and it goes whole, also into a longer buffer; the same at both ends.
         """
@@ -156,7 +153,6 @@ class Connections:
         """Blocks until all are done; returns what they moved.
 
         Args:
-            transfers: what is waited for.
             deadline: until when; then the connections it concerns are of no more use.
             meanwhile: called every `PROBE_SECONDS`; what it raises ends the waiting, and `close` is all that then may
                 be called.
@@ -313,9 +309,6 @@ class Sealer:
     A message is sealed from the caller's tensor into memory of its own, from which it is sent, and opened from where
     it was received into the caller's tensor: one pass over memory each, as the checksum without a key is. That memory
     is used again. A message that is only authenticated is sent as it lies, and its signature behind it.
-
-    Args:
-        channels: of all connections.
     """
 
     def __init__(self, channels: Mapping[End, Channel]) -> None:

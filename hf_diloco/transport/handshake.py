@@ -58,10 +58,6 @@ def way_of(key: LinkKey | None) -> str:
 class Line:
     """One end of a connection.
 
-    Args:
-        reader: what comes.
-        writer: what goes.
-
     Attributes:
         host: numeric address of the other end.
     """

@@ -226,7 +226,6 @@ class BlockReader:
     buffers and one a thread are enough to keep all threads busy, and the caller from waiting for what cannot begin.
 
     Args:
-        store: where the objects lie.
         covers: for each participant what `find_cover` returned for the same range; empty if nothing is read of it.
         start: canonical index of the first value needed.
         length: values needed.

@@ -51,11 +51,6 @@ class MemoryTransport(Transport):
 class MeshTransport(Transport):
     """Direct connections, found through a store that island 0's leader keeps.
 
-    Args:
-        config: the outer loop's settings.
-        is_leader: whether this rank is the island's leader.
-        num_ranks: of the island.
-
     Raises:
         RendezvousError: the rendezvous cannot be opened or reached, or the run there has another key.
     """
