@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from hf_diloco.utils.limits import raise_file_limit
+from hf_diloco.utils.listening import raise_file_limit
 
 TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL when the launcher has lost patience
 ORPHAN_GRACE = 30.0  # otherwise: SIGTERM asks the trainer for a checkpoint, which takes a step and a while

@@ -14,7 +14,7 @@ from hf_diloco.cli.arguments import AsJson, group
 from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, RendezvousError
 from hf_diloco.utils.extras import need
-from hf_diloco.utils.limits import raise_file_limit
+from hf_diloco.utils.listening import raise_file_limit
 from hf_diloco.utils.public_keys import show_public
 from hf_diloco.utils.urls import host_and_port, is_loopback, is_public, split_tcp_url
 

@@ -193,23 +193,23 @@ class ElasticSession(BaseSession):
         buckets = [self._bucket_of(fragment, log.seal.blocks) for fragment in self.outer.fragments]
         author = author_of(self.config.island, incarnation)
         link_key = self._credentials.link_key(self._run.run)
+        quorum = None
+        if self.members:
+            rules = Rules.of(self.config, self._linger)
+            quorum = Quorum(self.members, rules, self._should_stop, self._clock, lambda: self._holds_up_training)
         self.rounds = ElasticRounds(
             Archive(
                 outer=self.outer,
                 island=self._talk,
                 engines=open_engines(self.config, self._talk, log, buckets, author, link_key, self._rate_limit),
                 snapshots=Snapshots(log, buckets, author, self.island.rank, self.island.size),
-                quorum=self._make_quorum(self.members) if self.members else None,
+                quorum=quorum,
                 clock=self._clock,
             ),
             incarnation,
         )
         self._pace = Pace(self.outer, self.members)
         return is_new
-
-    def _make_quorum(self, members: Members) -> Quorum:
-        rules = Rules.of(self.config, self._linger)
-        return Quorum(members, rules, self._should_stop, self._clock, lambda: self._holds_up_training)
 
     def _bucket_of(self, fragment: Fragment, seal: BlockSeal | None) -> BucketExchange:
         intervals = fragment.partition.intervals

@@ -103,7 +103,8 @@ class FixedRounds(Rounds):
             What was measured, and the damage if something came damaged to any rank of the island.
         """
         stats, damage = LaneStats(), None
-        average = partial(self._average_lanes, planned, partition, values, codec, stats)
+        weights = [planned.participants.get(island, 0.0) for island in range(self.config.num_islands)]  # 0: left out
+        average = partial(self._average_lanes, weights, partition, values, codec, stats)
         try:
             own.clock.traffic += self.island.on_all(average)
         except DamagedTransferError as error:
@@ -112,24 +113,19 @@ class FixedRounds(Rounds):
         return stats, damage
 
     def _average_lanes(
-        self, planned: Attempt, partition: Partition, values: torch.Tensor, codec: Codec, stats: LaneStats
+        self, weights: list[float], partition: Partition, values: torch.Tensor, codec: Codec, stats: LaneStats
     ) -> Traffic:
         traffic = Traffic()
         damage: DamagedTransferError | None = None
         for exchange, part in self._lanes(partition, values):
             stats.begin_lane()
             try:
-                traffic += exchange.average(part, self._weights(planned), codec, stats.observe)
+                traffic += exchange.average(part, weights, codec, stats.observe)
             except DamagedTransferError as error:  # the others wait for the lanes that are left
                 damage = error
         if damage is not None:
             raise damage
         return traffic
-
-    def _weights(self, planned: Attempt) -> list[float]:
-        """Those of all islands; 0 for who is left out."""
-        weights = planned.participants
-        return [weights.get(island, 0.0) for island in range(self.config.num_islands)]
 
     def commit(self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
         """See `Rounds.commit`.

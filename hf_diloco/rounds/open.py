@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hf_diloco.config.advice import tell_who_is_alone
 from hf_diloco.config.base import need_number
@@ -19,12 +19,12 @@ from hf_diloco.errors import RendezvousError, StopRequested, StoreError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
+from hf_diloco.store.credentials import find_credentials
+from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.rendezvous import StoreHost, address_towards, check_own_address, find_store, url_of
+from hf_diloco.store.signing import MAX_RECORD_BYTES, RUN_PATH, Seal
+from hf_diloco.store.tcp_store import has_other_run
 from hf_diloco.utils.waiting import WaitNotes
-
-if TYPE_CHECKING:
-    from hf_diloco.store.objects import ObjectStore
-    from hf_diloco.store.rendezvous import StoreHost
-    from hf_diloco.store.signing import Seal
 
 _LINGER_SECONDS = 0.25
 """How long island 0, where it keeps the store, has to decide before others do: ample for its own processors."""
@@ -88,9 +88,6 @@ def open_session(
 
 def _check_own(config: DiLoCoConfig) -> None:
     """What is wrong with this island's own settings shows before it waits for others."""
-    from hf_diloco.store.credentials import find_credentials
-    from hf_diloco.store.rendezvous import check_own_address
-
     if config.num_shares > 1:
         find_credentials(config, config.island)
         check_own_address(config.bind_address)
@@ -142,8 +139,6 @@ def _meet_at_island_0(
     config: DiLoCoConfig, island: IslandGroup, folder: Path
 ) -> tuple[DiLoCoConfig, StoreHost | None]:
     """The settings with the address of the store that island 0 keeps; and, on its leader, what keeps it."""
-    from hf_diloco.store.rendezvous import StoreHost, address_towards, find_store, url_of
-
     hosts: list[StoreHost] = []
 
     def meet() -> None:
@@ -170,8 +165,6 @@ def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_s
         has_begun: whether the store there is that of this training.
         should_stop: see `open_session`.
     """
-    from hf_diloco.store.rendezvous import find_store
-
     deadline = time.monotonic() + place.join_timeout
     notes = WaitNotes(place.island)
     wait = notes.begin(place.join_timeout, where=place.rendezvous)
@@ -193,24 +186,17 @@ def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_s
 
 def _has_run(url: str) -> bool:
     """Whether a run in which islands come and go has begun in a store."""
-    from hf_diloco.store.signing import MAX_RECORD_BYTES, RUN_PATH
-
     return _look_at(url).get(RUN_PATH, MAX_RECORD_BYTES) is not None
 
 
 def _has_other_run(config: DiLoCoConfig, seal: Seal) -> bool:
     """Whether island 0 keeps the store of another run of fixed membership than that of `seal`."""
-    from hf_diloco.store.rendezvous import url_of
-    from hf_diloco.store.tcp_store import has_other_run
-
     assert config.rendezvous is not None
     return has_other_run(_look_at(url_of(config.rendezvous)), seal)
 
 
 def _look_at(url: str) -> ObjectStore:
     """A store that may end just now."""
-    from hf_diloco.store.objects import ObjectStore
-
     return ObjectStore(url, _LOOK_TIMEOUT, gone_after=0.0)
 
 

@@ -27,48 +27,6 @@ from hf_diloco.rounds.round import Contribution
 logger = logging.getLogger("hf_diloco")
 
 
-class Presence:
-    """Brings this island's next sign of life up to date; used by its leader only.
-
-    Args:
-        outer: this rank's outer state, which is open.
-        tokens_per_step: of the whole island; 0 if unknown.
-    """
-
-    def __init__(self, members: Members, outer: OuterState, tokens_per_step: int) -> None:
-        self._members = members
-        self._standing = members.standing
-        self._outer = outer
-        self._tokens_per_step = tokens_per_step
-        self._last_speed = 0.0
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Training goes on after a round."""
-        self._went_on = time.monotonic(), self._outer.num_steps
-
-    def stand(self, phase: Phase, at_once: bool) -> None:
-        """What the next sign of life says; see `Members.stand` for one that is given at once."""
-        self.refresh()  # how fast it was until now
-        if at_once:
-            self._members.stand(phase)
-        else:
-            self._standing.phase = phase
-
-    def refresh(self) -> None:
-        """Called before each sign of life."""
-        self._standing.round, self._standing.steps = self._outer.round, self._outer.steps
-        self._standing.tokens_per_second = self._speed()
-
-    def _speed(self) -> float:
-        """Tokens a second since the last round; before the first step after it, and in a round, as it was before."""
-        since, num_steps = self._went_on
-        elapsed, taken = time.monotonic() - since, self._outer.num_steps - num_steps
-        if taken and elapsed > 0 and self._standing.phase != "syncing":
-            self._last_speed = taken * self._tokens_per_step / elapsed
-        return self._last_speed
-
-
 class BaseSession(ABC):
     """One rank's part in the run: meeting the other islands, the rounds, leaving.
 
@@ -87,7 +45,7 @@ class BaseSession(ABC):
     """
 
     members: Members | None = None
-    _presence: Presence | None = None
+    _went_on: tuple[float, int] | None = None  # when training did last, after how many inner steps; since `join`
     _is_heard = True  # other islands wait for what this one's signs of life say
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
@@ -152,19 +110,34 @@ class BaseSession(ABC):
 
     def _show_standing(self) -> None:
         """From now on this island's signs of life say where it stands."""
-        if self.members:
-            self._presence = Presence(self.members, self.outer, self.tokens_per_step or 0)
-            self._presence.refresh()
+        self._went_on = time.monotonic(), self.outer.num_steps
+        self._refresh_standing()
+
+    def _refresh_standing(self) -> None:
+        """Called before each sign of life. Its tokens a second are those since the last round; before the first step
+        after it, and in a round, they are as before."""
+        if self.members is None or self._went_on is None:
+            return
+        standing, (since, num_steps) = self.members.standing, self._went_on
+        standing.round, standing.steps = self.outer.round, self.outer.steps
+        elapsed, taken = time.monotonic() - since, self.outer.num_steps - num_steps
+        if taken and elapsed > 0 and standing.phase != "syncing":
+            standing.tokens_per_second = taken * (self.tokens_per_step or 0) / elapsed
 
     def _give_heartbeats(self, members: Members) -> None:
         """From now on this island's leader gives signs of life."""
         members.standing.num_ranks = self.island.size
-        members.refresh = lambda: self._presence.refresh() if self._presence else None
+        members.refresh = self._refresh_standing
         members.start_heartbeats()
 
     def _stand(self, phase: Phase) -> None:
-        if self._presence:
-            self._presence.stand(phase, self._is_heard)
+        if self.members is None or self._went_on is None:
+            return
+        self._refresh_standing()  # how fast it was until now
+        if self._is_heard:
+            self.members.stand(phase)
+        else:
+            self.members.standing.phase = phase
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
@@ -178,8 +151,7 @@ class BaseSession(ABC):
     def _go_on(self) -> None:
         """Training goes on."""
         self._background.last_end = time.monotonic()
-        if self._presence:
-            self._presence.go_on()
+        self._went_on = self._background.last_end, self.outer.num_steps
 
     @property
     def _holds_up_training(self) -> bool:

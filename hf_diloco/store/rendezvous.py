@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hf_diloco.errors import ConfigError, RendezvousError
-from hf_diloco.utils.limits import raise_file_limit
+from hf_diloco.utils.listening import raise_file_limit
 from hf_diloco.utils.urls import check_specific, host_and_port, is_loopback, is_public, split_tcp_url
 from hf_diloco.utils.waiting import WaitNotes
 

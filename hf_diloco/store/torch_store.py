@@ -187,10 +187,6 @@ class ValueStore(RecordStore):
         self._ask(lambda: self.log.put(self._path(key), BytesRecord(value=None)))
         return True
 
-    def forget(self, keys: Sequence[str]) -> None:
-        """Deletes what nobody asks for any more."""
-        self._ask(lambda: self.log.store.delete([self._path(key) for key in keys]))
-
     def _change(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
         """Puts what `change` makes of a value in its place; returns that."""
         path = self._path(key)

@@ -36,6 +36,9 @@ RESERVED_FILES = 128
 
 CHECK_SECONDS = 0.25
 
+MAX_FILES = 1 << 16
+"""The highest limit of open files to ask for: some programs walk through all that are possible."""
+
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # of classic BPF, see Documentation/networking/filter.rst
 _NETWORK_HEADER = 0x1_0000_0000 - 0x10_0000  # from here on operands of a load count from the IP header
@@ -47,6 +50,19 @@ _QUEUE_LENGTH = slice(24, 28)  # tcpi_unacked in TCP_INFO; of a listening socket
 _MAX_DEVICES = 10
 
 _creating = threading.Lock()
+
+
+def raise_file_limit() -> int:
+    """Raises the soft limit of open files to the hard one, at most to `MAX_FILES`; returns the limit from now on.
+
+    Child processes inherit it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Door:

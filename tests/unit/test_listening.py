@@ -21,8 +21,7 @@ from torch.distributed import HashStore
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.transfers import Deadline, Transfers
-from hf_diloco.utils.limits import raise_file_limit
-from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door
+from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door, raise_file_limit
 from tests.islands import run_islands
 from tests.processes import run
 
