@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,10 +39,11 @@ LOOK_SECONDS = 0.5
 RESUMES = "the run resumes from the newest round that all hold"
 
 
+@dataclass(eq=False, repr=False)
 class AllGather:
     """One island's part in it; used by the island's leader only.
 
-    Args:
+    Attributes:
         num_islands: islands in the run.
         should_stop: polled while waiting; true makes a wait end with `StopRequested`.
         where: islands meet, for messages.
@@ -51,23 +53,16 @@ class AllGather:
         is_lost: the store has not answered, and is not asked any more.
     """
 
-    def __init__(
-        self,
-        store: ValueStore,
-        island: int,
-        num_islands: int,
-        should_stop: Callable[[], bool] = lambda: False,
-        where: str | None = None,
-        clock: Clock = REAL,
-    ) -> None:
-        self._store = store
-        self.island = island
-        self.num_islands = num_islands
-        self.should_stop = should_stop
-        self._where = where
-        self.clock = clock
-        self.notes = WaitNotes(island, clock=clock)
-        self.news = clock.event()
+    store: ValueStore
+    island: int
+    num_islands: int
+    should_stop: Callable[[], bool] = lambda: False
+    where: str | None = None
+    clock: Clock = REAL
+
+    def __post_init__(self) -> None:
+        self.notes = WaitNotes(self.island, clock=self.clock)
+        self.news = self.clock.event()
         self.is_lost = False
 
     def share(
@@ -88,12 +83,12 @@ class AllGather:
         """
 
         def read(absent: Collection[int]) -> dict[int, Said]:
-            raw = self._store.find_all([f"{topic}/{island}" for island in absent])
+            raw = self.store.find_all([f"{topic}/{island}" for island in absent])
             return {island: parse(key, raw[key]) for island in absent if (key := f"{topic}/{island}") in raw}
 
         found: dict[int, Said] = {island: {} for island in absent}  # its own will be what the others read
-        wait = self.notes.begin(timeout, where=self._where)
-        self.guard(lambda: self._store.set(f"{topic}/{self.island}", json.dumps(dict(record))))
+        wait = self.notes.begin(timeout, where=self.where)
+        self.guard(lambda: self.store.set(f"{topic}/{self.island}", json.dumps(dict(record))))
         missing = self.collect(found, read, timeout, wait, interruptible)
         if missing:
             raise IslandLostError(f"islands {missing} are missing after {timeout:g} s", missing)

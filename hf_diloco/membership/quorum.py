@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,32 +49,29 @@ logger = logging.getLogger("hf_diloco")
 _POLL_SECONDS = 0.25
 
 
+@dataclass(eq=False, repr=False)
 class Quorum:
     """One island's part in deciding rounds; used by the island's leader only.
 
-    Args:
+    Attributes:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         is_awaited: polled while waiting; true ends the grace for those who are late.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        rules: Rules,
-        should_stop: Callable[[], bool] = lambda: False,
-        clock: Clock = REAL,
-        is_awaited: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._log = log = members.log
-        self._members = members
-        self._rules = rules
-        self._should_stop = should_stop
-        self._clock = clock
-        self._is_awaited = is_awaited
-        self._candidates = Candidates(members, rules)
-        self._notes = WaitNotes(members.island, clock=clock)
-        self._decisions = Decisions(log, members.island, clock)
-        self._voting = Voting(members, self._decisions, self._candidates, rules, should_stop, clock)
+    members: Members
+    rules: Rules
+    should_stop: Callable[[], bool] = lambda: False
+    clock: Clock = REAL
+    is_awaited: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self._log = log = self.members.log
+        self._candidates = Candidates(self.members, self.rules)
+        self._notes = WaitNotes(self.members.island, clock=self.clock)
+        self._decisions = Decisions(log, self.members.island, self.clock)
+        self._voting = Voting(
+            self.members, self._decisions, self._candidates, self.rules, self.should_stop, self.clock
+        )
         self._latest = Attempt(0, 0)
         self._doubtful: frozenset[str] = frozenset()
         self._missing = ""  # the last attempt of which this process has said that it misses the average
@@ -100,7 +97,7 @@ class Quorum:
             if plan is None:
                 return attempt
             outcome = self._decisions.outcome(folder)
-            if outcome and outcome.kind == "commit" and self._rules.needs_presence:
+            if outcome and outcome.kind == "commit" and self.rules.needs_presence:
                 outcome = self._decisions.revoked(folder) or outcome
             if outcome is None or outcome.kind == "commit":
                 return replace(attempt, plan=plan, outcome=outcome)
@@ -120,7 +117,7 @@ class Quorum:
                 planned a second time.
             StoreError: as `current`.
         """
-        is_over = self._members.is_over(round_number)  # its plan is older than the sign of life that says so
+        is_over = self.members.is_over(round_number)  # its plan is older than the sign of life that says so
         attempt = self.current(round_number)
         if is_over and attempt.plan is None:
             raise PayloadError(f"other islands have completed round {round_number}, but it is not in the store")
@@ -148,15 +145,15 @@ class Quorum:
             PayloadError, ExchangeError, StoreError: as `current`.
         """
         watch, once = self._watch(attempt, offer), [self._check_place]
-        started = self._clock.now()
-        wait = self._notes.begin(self._rules.patience, f"round {attempt.round}")
+        started = self.clock.now()
+        wait = self._notes.begin(self.rules.patience, f"round {attempt.round}")
         quorum_at: float | None = None
         while True:
             try:
                 plan, offers, alive, *_ = watch.ask(
                     partial(self._decisions.plan, attempt.path),
                     partial(self._candidates.offers_to, attempt, offer.state),
-                    self._members.alive,
+                    self.members.alive,
                     *once,
                 )
             except ForgedError:
@@ -166,14 +163,14 @@ class Quorum:
             once = []
             if plan is not None:
                 return replace(attempt, plan=plan)
-            if self._should_stop():
+            if self.should_stop():
                 raise StopRequested
             offers = self._candidates.present(offers, alive)
-            if len(offers) >= self._rules.min_islands:
-                quorum_at = self._clock.now() if quorum_at is None else quorum_at
-                waited = self._clock.now() - quorum_at
+            if len(offers) >= self.rules.min_islands:
+                quorum_at = self.clock.now() if quorum_at is None else quorum_at
+                waited = self.clock.now() - quorum_at
                 late = self._candidates.awaited(attempt, alive, waited) - offers.keys()
-                if not late or waited >= self._rules.grace or self._is_awaited():
+                if not late or waited >= self.rules.grace or self.is_awaited():
                     wish = self._candidates.plan(attempt, offers)
                     with contextlib.suppress(ForgedError):  # else the loop sees to it
                         plan = self._decisions.decide_plan(attempt.path, wish)
@@ -181,28 +178,28 @@ class Quorum:
                             logger.warning("round %d takes place without %s", attempt.round, self._notes.names(late))
                         return replace(attempt, plan=plan)
                     continue
-            elif len(offers.keys() | alive.keys()) < self._rules.min_islands:
+            elif len(offers.keys() | alive.keys()) < self.rules.min_islands:
                 raise self._no_quorum(attempt, offers, "the others give no sign of life")
-            elif self._clock.now() - started >= self._rules.patience:
-                within = f"within {self._rules.patience:g} s (sync_timeout)"
+            elif self.clock.now() - started >= self.rules.patience:
+                within = f"within {self.rules.patience:g} s (sync_timeout)"
                 raise self._no_quorum(attempt, offers, f"no more came {within}")
             wait.look((self._candidates.awaited(attempt, alive, 0.0) or alive.keys()) - offers.keys())
 
     def _check_place(self) -> None:
         """Sees to it that this process is who it was when it joined, in the run that it joined."""
-        if not self._members.check_incarnation():  # the store has lost it, and all else perhaps
+        if not self.members.check_incarnation():  # the store has lost it, and all else perhaps
             check_run(self._log)
 
     def _watch(self, attempt: Attempt, offer: OfferRecord) -> Watch:
         """Offers, and says what to ask until there is a plan."""
-        prefixes = [attempt.path, "heartbeats", f"incarnations/{self._members.island}"]
-        awaited = self._rules.awaits(plan_path(attempt.path))
-        offer = offer.model_copy(update={"heartbeat": self._members.num_heartbeats})
-        return self._log.watch(prefixes, self._clock, offer_path(attempt, offer), offer, awaited)
+        prefixes = [attempt.path, "heartbeats", f"incarnations/{self.members.island}"]
+        awaited = self.rules.awaits(plan_path(attempt.path))
+        offer = offer.model_copy(update={"heartbeat": self.members.num_heartbeats})
+        return self._log.watch(prefixes, self.clock, offer_path(attempt, offer), offer, awaited)
 
     def _no_quorum(self, attempt: Attempt, offers: Mapping[int, Any], reason: str) -> IslandLostError:
         return IslandLostError(
-            f"round {attempt.round} needs {self._rules.min_islands} islands (min_islands), has {sorted(offers)}, and "
+            f"round {attempt.round} needs {self.rules.min_islands} islands (min_islands), has {sorted(offers)}, and "
             f"{reason}"
         )
 
@@ -222,7 +219,7 @@ class Quorum:
         """
         assert attempt.plan is not None
         offers = [self._candidates.read(participant.offer) for participant in attempt.plan.participants]
-        fault = find_fault(attempt.path, attempt.plan, offers, state, self._rules.min_islands)
+        fault = find_fault(attempt.path, attempt.plan, offers, state, self.rules.min_islands)
         if fault is None:
             return [offer for offer in offers if offer is not None]
         if not fault.offer:
@@ -240,13 +237,13 @@ class Quorum:
         Raises:
             StoreError: see `Decisions.decide`.
         """
-        wait = self._notes.begin(self._rules.grace, f"round {attempt.round}, vote")
+        wait = self._notes.begin(self.rules.grace, f"round {attempt.round}, vote")
         verdict = self._voting.vote(attempt.path, offers, mean, wait)
         if isinstance(verdict, OutcomeRecord):
             return verdict
         if verdict is Verdict.AGREED:
             return self._decisions.decide(
-                attempt.path, OutcomeRecord(by=self._members.island, kind="commit", mean=mean)
+                attempt.path, OutcomeRecord(by=self.members.island, kind="commit", mean=mean)
             )
         reason = (
             "its participants hold different averages, or none has voted"
@@ -255,7 +252,7 @@ class Quorum:
         )
         return self._decisions.outcome(attempt.path) or self._decisions.decide(
             attempt.path,
-            OutcomeRecord(by=self._members.island, kind="abort", is_split=verdict is Verdict.SPLIT, reason=reason),
+            OutcomeRecord(by=self.members.island, kind="abort", is_split=verdict is Verdict.SPLIT, reason=reason),
         )
 
     def refuse_commit(self, attempt: Attempt, mean: Digest) -> bool:
@@ -264,7 +261,7 @@ class Quorum:
 
     def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
         """Says that an offer's objects cannot be used; returns what was decided, which may be otherwise."""
-        record = OutcomeRecord(by=self._members.island, kind="abort", unusable=offer, reason=reason)
+        record = OutcomeRecord(by=self.members.island, kind="abort", unusable=offer, reason=reason)
         return self._decisions.decide(attempt.path, record)
 
     def revoke(self, attempt: Attempt, offers: Sequence[OfferRecord]) -> bool:
@@ -280,9 +277,9 @@ class Quorum:
         Raises:
             StoreError: the store does not answer.
         """
-        own = missing_path(attempt.path, self._members.island, self._members.incarnation)
-        if own != self._missing and any(offer.island == self._members.island for offer in offers):
-            self._log.place(own, VoteRecord(island=self._members.island, mean=ABSTENTION))
+        own = missing_path(attempt.path, self.members.island, self.members.incarnation)
+        if own != self._missing and any(offer.island == self.members.island for offer in offers):
+            self._log.place(own, VoteRecord(island=self.members.island, mean=ABSTENTION))
             self._missing = own
         said = self._log.read_all(self._log.list(f"{attempt.path}/missing/"), VoteRecord)
         for offer in offers:
@@ -307,7 +304,7 @@ class Quorum:
 
     def processes(self) -> dict[int, int]:
         """Islands that take part or are about to, each with the incarnation of its process."""
-        return {island: self._members.incarnation_of(island) for island in self._members.alive()}
+        return {island: self.members.incarnation_of(island) for island in self.members.alive()}
 
     def await_outcome(self, attempt: Attempt, offers: Sequence[OfferRecord], patience: float) -> OutcomeRecord:
         """Returns how an attempt that other islands carry out is decided; one that nobody does is aborted.
@@ -320,26 +317,26 @@ class Quorum:
             StopRequested: this island was asked to stop.
             StoreError: the store does not answer.
         """
-        deadline = self._clock.now() + patience
+        deadline = self.clock.now() + patience
         wait = self._notes.begin(patience, f"round {attempt.round}, which others carry out")
-        seen_at, grace = self._clock.now(), min(self._rules.grace, patience)
-        others = [offer for offer in offers if offer.island != self._members.island]
+        seen_at, grace = self.clock.now(), min(self.rules.grace, patience)
+        others = [offer for offer in offers if offer.island != self.members.island]
         takes_part = len(others) < len(offers)
         reason = "its participants are gone"
         if takes_part:
-            reason = f"island {self._members.island} no longer holds what it has offered"
+            reason = f"island {self.members.island} no longer holds what it has offered"
         while (outcome := self._decisions.outcome(attempt.path)) is None:
-            alive = self._members.alive()
+            alive = self.members.alive()
             if not takes_part and any(self._candidates.waits(offer, alive) for offer in others):
-                seen_at = self._clock.now()
-            if self._should_stop():
+                seen_at = self.clock.now()
+            if self.should_stop():
                 raise StopRequested
-            if self._clock.now() - seen_at >= grace:
+            if self.clock.now() - seen_at >= grace:
                 return self.abort(attempt, "", reason)
-            if self._clock.now() >= deadline:
+            if self.clock.now() >= deadline:
                 raise IslandLostError(f"round {attempt.round} is not decided after {patience:g} s")
             wait.look([offer.island for offer in others])
-            self._clock.sleep(_POLL_SECONDS)
+            self.clock.sleep(_POLL_SECONDS)
         return outcome
 
     def remember(self, planned: Attempt) -> None:

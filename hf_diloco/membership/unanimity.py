@@ -24,7 +24,7 @@ import json
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -92,10 +92,11 @@ class _Watch:
         return self.gone
 
 
+@dataclass(eq=False, repr=False)
 class Unanimity:
     """One island's part in deciding rounds; used by the island's leader only.
 
-    Args:
+    Attributes:
         all_gather: of all islands.
         patience: seconds to wait for all offers.
         vote_patience: seconds to wait for all votes.
@@ -103,21 +104,15 @@ class Unanimity:
             be filled later.
     """
 
-    def __init__(
-        self,
-        all_gather: AllGather,
-        log: RunLog,
-        patience: float,
-        vote_patience: float,
-        links: Sequence[Links] = (),
-    ) -> None:
-        self._all_gather = all_gather
-        self._log = log
-        self._patience = patience
-        self._vote_patience = vote_patience
-        self._links = links
-        self._island = all_gather.island
-        self._decisions = Decisions(log, all_gather.island, all_gather.clock)
+    all_gather: AllGather
+    log: RunLog
+    patience: float
+    vote_patience: float
+    links: Sequence[Links] = ()
+
+    def __post_init__(self) -> None:
+        self._island = self.all_gather.island
+        self._decisions = Decisions(self.log, self.all_gather.island, self.all_gather.clock)
         self._next = Attempt(0, 0)  # of a round that is taken again
         self._offers: dict[int, OfferRecord] = {}
         self._said: list[str] = []
@@ -138,7 +133,7 @@ class Unanimity:
         """
         number = attempt.round
         try:
-            offers, missing, gone = self._gather(attempt, offer, f"round {number}", self._patience, may_stop=True)
+            offers, missing, gone = self._gather(attempt, offer, f"round {number}", self.patience, may_stop=True)
         except StopRequested:
             self.leave(number)
             raise
@@ -153,7 +148,7 @@ class Unanimity:
         if gone:
             return f"{name_all(gone)} lost before round {round_number}: the connection broke"
         return (
-            f"{name_all(missing)} did not reach round {round_number} within sync_timeout ({self._patience:g} s): raise"
+            f"{name_all(missing)} did not reach round {round_number} within sync_timeout ({self.patience:g} s): raise"
             " that, or give it fewer inner steps' worth of work, if it is only slow"
         )
 
@@ -211,9 +206,9 @@ class Unanimity:
         return outcome
 
     def _vote(self, attempt: Attempt, vote: VoteRecord) -> OutcomeRecord:
-        patience = self._vote_patience if vote.mean or vote.again else 0.0
+        patience = self.vote_patience if vote.mean or vote.again else 0.0
         votes, *_ = self._gather(attempt, vote, f"round {attempt.round}, vote", patience)
-        outcome = self._decide(attempt, verdict(self._island, votes, self._all_gather.num_islands, attempt.round))
+        outcome = self._decide(attempt, verdict(self._island, votes, self.all_gather.num_islands, attempt.round))
         if outcome.is_split:
             self._next = Attempt(attempt.round, attempt.number + 1)
         return outcome
@@ -237,13 +232,13 @@ class Unanimity:
 
     def _decide(self, attempt: Attempt, wish: OutcomeRecord) -> OutcomeRecord:
         try:
-            return self._all_gather.guard(partial(self._decisions.decide, attempt.path, wish))
+            return self.all_gather.guard(partial(self._decisions.decide, attempt.path, wish))
         except PayloadError as damage:
             raise IslandLostError(f"{damage}; start all islands again: {RESUMES}") from None
 
     def _end(self, outcome: OutcomeRecord) -> DiLoCoError:
         """The error for a round that is not taken again."""
-        if outcome.lost and self._all_gather.should_stop():
+        if outcome.lost and self.all_gather.should_stop():
             return StopRequested()
         reason = outcome.reason or f"island {outcome.by} says that all hold another average"
         return IslandLostError(f"{reason}; start all islands again: {RESUMES}", outcome.lost)
@@ -264,8 +259,8 @@ class Unanimity:
         folder = path.rpartition("/")[0]
 
         def look(absent: Collection[int]) -> dict[int, R] | None:
-            with looking_once(self._log.store, [attempt.path]):
-                records = self._log.read_all(self._log.list(f"{folder}/"), kind)
+            with looking_once(self.log.store, [attempt.path]):
+                records = self.log.read_all(self.log.list(f"{folder}/"), kind)
                 said = {record.island: record for path, record in records.items() if path == _path_of(attempt, record)}
                 is_over = not said.keys() >= set(absent) and self._decisions.outcome(attempt.path) is not None
             return None if is_over else said
@@ -278,18 +273,18 @@ class Unanimity:
             return {island: record for island, record in records.items() if record.island == island}
 
         self._said.append(path)
-        put = partial(self._all_gather.guard, partial(self._log.put, path, own))
-        links = self._links[0] if self._links else None
+        put = partial(self.all_gather.guard, partial(self.log.put, path, own))
+        links = self.links[0] if self.links else None
         message = json.dumps({"topic": folder, "record": own.model_dump()}).encode()
-        if links and links.send_message(message, self._all_gather.news.set):
+        if links and links.send_message(message, self.all_gather.news.set):
             call_behind(put, IslandLostError)  # which is met where the store is needed
         else:
             links = None
             put()
-        watch = _Watch(self._links, self._all_gather.clock)
-        wait = self._all_gather.notes.begin(patience, what)
+        watch = _Watch(self.links, self.all_gather.clock)
+        wait = self.all_gather.notes.begin(patience, what)
         found, heard = {self._island: own}, partial(hear, links) if links else None
-        missing = self._all_gather.collect(found, look, patience, wait, may_stop, heard, watch.look)
+        missing = self.all_gather.collect(found, look, patience, wait, may_stop, heard, watch.look)
         return found, missing, sorted(watch.gone.intersection(missing))
 
     def _tidy(self, attempt: Attempt) -> None:
@@ -303,10 +298,10 @@ class Unanimity:
 
         def write() -> None:
             if plan and self._island == 0:
-                self._log.put(plan_path(attempt.path), plan)
-            self._log.store.delete(gone)
+                self.log.put(plan_path(attempt.path), plan)
+            self.log.store.delete(gone)
 
-        call_behind(partial(self._all_gather.guard, write), IslandLostError)
+        call_behind(partial(self.all_gather.guard, write), IslandLostError)
 
 
 def _path_of(attempt: Attempt, record: OfferRecord | VoteRecord) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
@@ -67,30 +68,25 @@ def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | Non
     return None if 2 * (count + num_silent) > num_voters else ABSTENTION
 
 
+@dataclass(eq=False, repr=False)
 class Voting:
     """One island's part in votes; used by the island's leader only.
 
-    Args:
+    Attributes:
         candidates: the islands that take part, and which of them are at it.
         should_stop: polled while waiting; true ends the wait.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        decisions: Decisions,
-        candidates: Candidates,
-        rules: Rules,
-        should_stop: Callable[[], bool],
-        clock: Clock,
-    ) -> None:
-        self._log = members.log
-        self._decisions = decisions
-        self._candidates = candidates
-        self._island = members.island
-        self._rules = rules
-        self._should_stop = should_stop
-        self._clock = clock
+    members: Members
+    decisions: Decisions
+    candidates: Candidates
+    rules: Rules
+    should_stop: Callable[[], bool]
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._log = self.members.log
+        self._island = self.members.island
         self._voted: set[str] = set()  # attempts of one round
 
     def vote(self, folder: str, offers: Sequence[OfferRecord], mean: str, wait: Wait) -> Verdict | OutcomeRecord:
@@ -110,14 +106,14 @@ class Voting:
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
         this_round = folder.rpartition("/")[0]
         self._voted = {folder, *(one for one in self._voted if one.rpartition("/")[0] == this_round)}
-        awaited = self._rules.awaits(outcome_path(folder))
-        watch = self._log.watch([folder, "heartbeats"], self._clock, vote_path(folder, own), vote, awaited)
-        deadline = self._clock.now() + self._rules.grace
+        awaited = self.rules.awaits(outcome_path(folder))
+        watch = self._log.watch([folder, "heartbeats"], self.clock, vote_path(folder, own), vote, awaited)
+        deadline = self.clock.now() + self.rules.grace
         while True:
             votes, at_it = watch.ask(
-                partial(self._look, folder, participants, mean), partial(self._candidates.at_it, offers)
+                partial(self._look, folder, participants, mean), partial(self.candidates.at_it, offers)
             )
-            if self._should_stop() or self._clock.now() >= deadline:
+            if self.should_stop() or self.clock.now() >= deadline:
                 at_it = set()
             if isinstance(votes, OutcomeRecord):
                 return votes
@@ -128,7 +124,7 @@ class Voting:
                 for island in silent:
                     self._place(folder, island, ABSTENTION)
                 continue
-            if won_by is not None and not (self._rules.needs_presence and silent & at_it):
+            if won_by is not None and not (self.rules.needs_presence and silent & at_it):
                 if won_by == mean:
                     return Verdict.AGREED
                 if won_by == ABSTENTION:
@@ -163,7 +159,7 @@ class Voting:
         if won_by is None:
             raise IslandLostError(f"{folder} is committed, but most of those who take part have yet to vote")
         if won_by != mean:
-            self._decisions.refuse_commit(folder, mean)
+            self.decisions.refuse_commit(folder, mean)
         return won_by != mean
 
     def _place(self, folder: str, island: int, mean: str) -> None:
@@ -176,7 +172,7 @@ class Voting:
         """
         paths = self._log.list(f"{folder}/")
         outcome = (
-            self._decisions.outcome(folder) if any(path.startswith(f"{folder}/outcome") for path in paths) else None
+            self.decisions.outcome(folder) if any(path.startswith(f"{folder}/outcome") for path in paths) else None
         )
         if outcome is not None and (outcome.kind == "abort" or outcome.mean == mean):
             return outcome

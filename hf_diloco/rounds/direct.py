@@ -16,7 +16,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,10 +71,11 @@ class MeanRecord(Record):
     object: dict[str, Any]
 
 
+@dataclass(eq=False, repr=False)
 class DirectEngine(Engine):
     """One rank's connections to the participants of the last round.
 
-    Args:
+    Attributes:
         bucket: this rank's range of the object store.
         size: values of the whole model.
         author: names the island and its process, as "00001-000002".
@@ -83,42 +84,32 @@ class DirectEngine(Engine):
         rate_limit: for all that this rank sends.
     """
 
-    def __init__(
-        self,
-        config: DiLoCoConfig,
-        ranks: IslandGroup,
-        log: RunLog,
-        bucket: BucketExchange,
-        size: int,
-        author: str,
-        address: str,
-        key: LinkKey | None,
-        rate_limit: RateLimit,
-    ) -> None:
-        self._config = config
-        self._ranks = ranks
-        self._log = log
-        self._bucket = bucket
-        self._codec = find_codec(config.payload)
-        self._size = size
-        self._author = author
-        self._address = address
-        self._key = key
-        self._rate_limit = rate_limit
+    config: DiLoCoConfig
+    ranks: IslandGroup
+    log: RunLog
+    bucket: BucketExchange
+    size: int
+    author: str
+    address: str
+    key: LinkKey | None
+    rate_limit: RateLimit
+
+    def __post_init__(self) -> None:
+        self._codec = find_codec(self.config.payload)
         self._mesh: SegmentedMesh | None = None
         self._members: list[tuple[int, int]] = []
-        self._notes = WaitNotes(config.island)
+        self._notes = WaitNotes(self.config.island)
         self._upload: threading.Thread | None = None
 
     def announce(self, delta: torch.Tensor, number: int, tag: str) -> tuple[dict[str, Any], Traffic]:
-        return {"start": self._bucket.start, "length": self._bucket.length}, Traffic()
+        return {"start": self.bucket.start, "length": self.bucket.length}, Traffic()
 
     def average(
         self, planned: Attempt, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
     ) -> Traffic:
-        own = planned.place_of(self._config.island)
+        own = planned.place_of(self.config.island)
         if own is None or own_values is None or planned.is_committed:
-            return self._bucket.fetch(self._need_mean(planned), mean)
+            return self.bucket.fetch(self._need_mean(planned), mean)
         if mean.data_ptr() != own_values.data_ptr():
             mean.copy_(own_values)
         ranges = [self._ranges_of(offer) for offer in planned.offers]
@@ -142,7 +133,7 @@ class DirectEngine(Engine):
     def settled(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:
         if outcome.kind == "abort":
             self.close()
-        elif mean is not None and outcome.by == self._config.island and not planned.is_committed:
+        elif mean is not None and outcome.by == self.config.island and not planned.is_committed:
             self._upload = threading.Thread(
                 target=self._keep, args=(planned, mean), name="hf-diloco-mean", daemon=True
             )
@@ -169,25 +160,25 @@ class DirectEngine(Engine):
         self.close()
         name, outcome = _name_of(planned), outcome_path(planned.path)
         store = RecordStore(
-            self._log,
-            min(self._config.grace, self._config.exchange_timeout),
-            should_give_up=lambda: self._log.read_or_refuse(outcome, OutcomeRecord) is not None,
+            self.log,
+            min(self.config.grace, self.config.exchange_timeout),
+            should_give_up=lambda: self.log.read_or_refuse(outcome, OutcomeRecord) is not None,
         )
-        own_range = Range(self._bucket.start, self._bucket.length)
-        timeout = self._config.exchange_timeout
-        others = [island for island, _ in members if island != self._config.island]
-        wait = self._notes.begin(timeout, f"round {planned.round}, connecting from {self._address}")
+        own_range = Range(self.bucket.start, self.bucket.length)
+        timeout = self.config.exchange_timeout
+        others = [island for island, _ in members if island != self.config.island]
+        wait = self._notes.begin(timeout, f"round {planned.round}, connecting from {self.address}")
         with wait.blocking(others):
             lane = Lane(
                 store=store,
                 name=name,
                 island=own,
                 num_islands=len(members),
-                address=self._address,
+                address=self.address,
                 timeout=timeout,
-                key=self._key,
-                num_connections=self._config.connections,
-                rate_limit=self._rate_limit,
+                key=self.key,
+                num_connections=self.config.connections,
+                rate_limit=self.rate_limit,
                 parties=Parties(tuple(island for island, _ in members)),
             )
             self._mesh = SegmentedMesh(
@@ -199,7 +190,7 @@ class DirectEngine(Engine):
 
     def _refused(self, planned: Attempt, error: ForgedError) -> IslandLostError:
         """The error for a participant that did not prove who it is, which this island's signs of life say."""
-        self._log.refuse_island(error)
+        self.log.refuse_island(error)
         islands = [] if error.island is None else [error.island]
         return IslandLostError(f"islands {islands} were refused in round {planned.round} ({error})", islands)
 
@@ -207,26 +198,26 @@ class DirectEngine(Engine):
         try:
             records = [RangeRecord.model_validate(record) for record in offer.objects]
             ranges = [Range(record.start, record.length) for record in records]
-            check_ranges(ranges, self._size)
+            check_ranges(ranges, self.size)
         except (ValidationError, PayloadError) as error:
             raise IslandLostError(f"island {offer.island} announces what cannot be: {error}", [offer.island]) from None
         return ranges
 
     def _absent(self, planned: Attempt) -> list[int]:
         """Participants that have not said where they listen."""
-        there = {path.rpartition("/")[2] for path in self._log.list(f"links/mesh/{_name_of(planned)}")}
+        there = {path.rpartition("/")[2] for path in self.log.list(f"links/mesh/{_name_of(planned)}")}
         absent = [offer.island for place, offer in enumerate(planned.offers) if f"{place}.json" not in there]
-        return [island for island in absent if island != self._config.island]
+        return [island for island in absent if island != self.config.island]
 
     # Averages in the store
 
     def _keep(self, planned: Attempt, mean: torch.Tensor) -> None:
-        folder = f"payloads/{planned.round:08d}/mean-{self._author}"
+        folder = f"payloads/{planned.round:08d}/mean-{self.author}"
         try:
-            info, _ = self._bucket.publish(mean, f"{folder}/rank-{self._ranks.rank:05d}.bin", CODECS["fp32"])
-            record = MeanRecord(rank=self._ranks.rank, num_ranks=self._ranks.size, object=info.model_dump())
+            info, _ = self.bucket.publish(mean, f"{folder}/rank-{self.ranks.rank:05d}.bin", CODECS["fp32"])
+            record = MeanRecord(rank=self.ranks.rank, num_ranks=self.ranks.size, object=info.model_dump())
             in_attempt = _mean_folder(planned.round, planned.number)
-            self._log.put(f"{in_attempt}/rank-{self._ranks.rank:05d}.json", record)
+            self.log.put(f"{in_attempt}/rank-{self.ranks.rank:05d}.json", record)
         except DiLoCoError as error:
             logger.warning("the average of round %d is not in the store: %s", planned.round, error)
 
@@ -242,7 +233,7 @@ class DirectEngine(Engine):
 
     def _find_mean(self, folder: str) -> list[ObjectInfo] | None:
         """Where a round's average is, once all of it is in the store."""
-        records = [self._log.read_or_refuse(path, MeanRecord) for path in self._log.list(f"{folder}/")]
+        records = [self.log.read_or_refuse(path, MeanRecord) for path in self.log.list(f"{folder}/")]
         whole = [record for record in records if record is not None]
         if not whole or [record.rank for record in whole] != list(range(whole[0].num_ranks)):
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -120,51 +121,46 @@ class Pace:
         return steps_before(self.config, self.outer.round + 1)
 
 
+@dataclass(eq=False, repr=False)
 class Joining:
     """One rank's part in it. Every method is collective over the island's ranks.
 
-    Args:
+    Attributes:
         pace: knows where the others are.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         stand: tells the others what this island does.
     """
 
-    def __init__(
-        self,
-        run: RunRecord,
-        rounds: ElasticRounds,
-        pace: Pace,
-        should_stop: Callable[[], bool],
-        stand: Callable[[Phase], None],
-    ) -> None:
-        self.config = rounds.config
-        self.outer = rounds.outer
-        self.island = rounds.island
-        self._run = run
-        self._rounds = rounds
-        self._snapshots = rounds.archive.snapshots
-        self._pace = pace
-        self._should_stop = should_stop
-        self._stand = stand
-        self._clock = rounds.archive.clock
+    run: RunRecord
+    rounds: ElasticRounds
+    pace: Pace
+    should_stop: Callable[[], bool]
+    stand: Callable[[Phase], None]
+
+    def __post_init__(self) -> None:
+        self.config = self.rounds.config
+        self.outer = self.rounds.outer
+        self.island = self.rounds.island
+        self._snapshots = self.rounds.archive.snapshots
+        self._clock = self.rounds.archive.clock
 
     def take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
         """Comes to the newest outer state of the run; returns whether the masters were replaced."""
         before = self.outer.outer_hash
-        self.outer.run = self._run.run
+        self.outer.run = self.run.run
         if is_new:
             self._offer_start()
-        if from_checkpoint and parent == self._run.run:
+        if from_checkpoint and parent == self.run.run:
             self.island.on_leader(self._refuse_other_life)
             if self.outer.steps_left < 0:  # rounds were missed: else all fragments would be due at once, ever after
                 self.outer.set_due_in(0)
             number = self.outer.round
             self._catch_up(is_resuming=True)
-            self._rounds.archive.rescue_checkpoint(number)
-        elif from_checkpoint and not is_new and parent != self._run.parent:
+            self.rounds.archive.rescue_checkpoint(number)
+        elif from_checkpoint and not is_new and parent != self.run.parent:
             raise CheckpointError(
                 f"the checkpoint belongs to run {parent or '(none)'}, and {self.config.rendezvous} holds run "
-                f"{self._run.run}: resume with the rendezvous of that run, or start in another run folder"
+                f"{self.run.run}: resume with the rendezvous of that run, or start in another run folder"
             )
         else:
             self._start_from_snapshot()
@@ -190,7 +186,7 @@ class Joining:
 
     def _run_came_to(self, number: int, state: str) -> bool:
         """Whether the run in the store was in `state` after round `number`, as far as it can be told."""
-        following = self._rounds.decider.current(number + 1)
+        following = self.rounds.decider.current(number + 1)
         if following.plan and following.outcome:
             return following.plan.state == state
         newest = self._snapshots.newest(number - 1)
@@ -198,17 +194,17 @@ class Joining:
             return newest.state == state
         if following.plan or newest or number == 0:  # it went further, and its state of then is not kept
             return True
-        return self._rounds.decider.current(number).plan is not None
+        return self.rounds.decider.current(number).plan is not None
 
     def _start_from_snapshot(self) -> None:
         """As an island without a part in the run so far."""
         before = self.outer.round, self.outer.outer_hash
-        if not self._rounds.archive.take_over(self._find_snapshot):
+        if not self.rounds.archive.take_over(self._find_snapshot):
             self._offer_start()
-            self._rounds.archive.take_over(self._snapshots.start)
+            self.rounds.archive.take_over(self._snapshots.start)
         if (self.outer.round, self.outer.outer_hash) != before:
             self.outer.write_masters()
-            self._pace.postpone()  # no fragment has taken a step: the checkpoint's do not tell when each is due
+            self.pace.postpone()  # no fragment has taken a step: the checkpoint's do not tell when each is due
         self._catch_up()
 
     def _catch_up(self, is_resuming: bool = False) -> None:
@@ -224,10 +220,10 @@ class Joining:
             if self.outer.round != last:
                 last, since, pause = self.outer.round, self._clock.now(), LOOK_SECONDS
             try:
-                planned = self._rounds.find(is_resuming)
+                planned = self.rounds.find(is_resuming)
                 if planned is None:
                     return
-                self._rounds.follow(planned, SyncClock(), is_resuming)
+                self.rounds.follow(planned, SyncClock(), is_resuming)
             except IslandLostError as error:
                 if self.island.is_leader:
                     logger.info("still catching up: %s", error)
@@ -242,7 +238,7 @@ class Joining:
         """Waits a while, or until there is a later snapshot; returns whether time is left."""
         until = self._clock.now() + pause
         while True:
-            if self._should_stop():
+            if self.should_stop():
                 raise StopRequested
             self._clock.sleep(LOOK_SECONDS)
             if self._clock.now() >= until or self._snapshots.newest(self.outer.round) is not None:
@@ -251,12 +247,12 @@ class Joining:
 
     def _offer_start(self) -> None:
         """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
-        self._rounds.archive.write_snapshot()
+        self.rounds.archive.write_snapshot()
         self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
 
     def _find_snapshot(self) -> str | None:
         """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it."""
-        members = self._pace.members
+        members = self.pace.members
         wait = WaitNotes(members.island, clock=self._clock).begin(math.inf, "start of the run")
         deadline = self._clock.now() + members.lease  # for the first sign of life of who has just begun the run
         again_at = self._clock.now() + self.config.sync_timeout  # others that miss a round write the start again
@@ -271,14 +267,14 @@ class Joining:
                 if self._snapshots.is_readable(start) or not self._may_be_written_again(alive):
                     return start
             else:
-                may_come = not members.incarnation_of(self._run.by) and self._clock.now() < deadline
-                if self._run.by == members.island or not (self._run.by in alive or may_come):
+                may_come = not members.incarnation_of(self.run.by) and self._clock.now() < deadline
+                if self.run.by == members.island or not (self.run.by in alive or may_come):
                     return None
-            self._rest(wait, "a sound snapshot" if start else f"the outer parameters of island {self._run.by}")
+            self._rest(wait, "a sound snapshot" if start else f"the outer parameters of island {self.run.by}")
 
     def _rest(self, wait: Wait, missing: str) -> None:
         """Waits for a moment, and says for whom; raises `StopRequested` if this island is asked to stop."""
-        if self._should_stop():
+        if self.should_stop():
             raise StopRequested
         wait.look(missing)
         self._clock.sleep(LOOK_SECONDS)
@@ -286,12 +282,12 @@ class Joining:
     def _may_be_written_again(self, alive: Mapping[int, HeartbeatRecord]) -> bool:
         """Whether another island holds what a damaged snapshot held, or a later state."""
         others = ((island, heartbeat) for island, heartbeat in alive.items() if island != self.config.island)
-        return any(island == self._run.by or heartbeat.phase in UNDER_WAY for island, heartbeat in others)
+        return any(island == self.run.by or heartbeat.phase in UNDER_WAY for island, heartbeat in others)
 
     def await_islands(self) -> None:
         """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
-        self.island.on_leader(lambda: await_islands(self.config, self._pace.members, self._should_stop, self._clock))
-        self._rounds.archive.rescue_start()
+        self.island.on_leader(lambda: await_islands(self.config, self.pace.members, self.should_stop, self._clock))
+        self.rounds.archive.rescue_start()
 
     def let_round_pass(self) -> None:
         """Lets others take a round that they are about to plan, for which this island has yet to train."""
@@ -303,14 +299,14 @@ class Joining:
 
         def has_plan() -> bool:
             try:
-                return self._rounds.decider.current(self.outer.round + 1).plan is not None
+                return self.rounds.decider.current(self.outer.round + 1).plan is not None
             except PayloadError:  # which is damaged
                 return True
 
         def wait() -> bool:
-            while self._pace.others_convene() and self._clock.now() < deadline:
-                if self._pace.members.standing.phase != "passing":
-                    self._stand("passing")
+            while self.pace.others_convene() and self._clock.now() < deadline:
+                if self.pace.members.standing.phase != "passing":
+                    self.stand("passing")
                 if has_plan():
                     return True
                 self._rest(note, "the others, which begin it without this island")

@@ -190,10 +190,11 @@ def looking_once(store: ObjectStore, prefixes: Sequence[str], paths: Collection[
         yield
 
 
+@dataclass(eq=False, repr=False)
 class Watch:
     """Asks the same questions again and again, each time once there may be another answer.
 
-    Args:
+    Attributes:
         prefixes: below which the answers lie.
         create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
         when_taken: called if there was something else.
@@ -201,46 +202,39 @@ class Watch:
         paths: where the answers lie beside that.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        prefixes: Sequence[str],
-        clock: Clock,
-        create: Mapping[str, bytes] | None = None,
-        when_taken: Callable[[], None] = lambda: None,
-        awaited: Awaited | None = None,
-        paths: Collection[str] = (),
-    ) -> None:
-        self._store = store
-        self._paths = paths
-        self._prefixes = prefixes
-        self._clock = clock
-        self._create = dict(create or {})
-        self._when_taken = when_taken
-        self._awaited = awaited
+    store: ObjectStore
+    prefixes: Sequence[str]
+    clock: Clock
+    create: Mapping[str, bytes] | None = None
+    when_taken: Callable[[], None] = lambda: None
+    awaited: Awaited | None = None
+    paths: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self._create = dict(self.create or {})
         self._sight: Sight | None = None
         self._pause = 0.0
 
     def ask(self, *questions: Callable[[], Any]) -> list[Any]:
         """The answers. From the second time on this waits before: at most half a second, less if there is news."""
-        if self._store.tells_changes:
+        if self.store.tells_changes:
             return self._ask_at_once(questions)
         self._rest()
-        return self._store.ask_together(*questions)
+        return self.store.ask_together(*questions)
 
     def _ask_at_once(self, questions: Sequence[Callable[[], Any]]) -> list[Any]:
-        before, begun = self._sight, self._clock.now()
+        before, begun = self._sight, self.clock.now()
         self._sight = look(
-            self._store, self._prefixes, before, MAX_PAUSE_SECONDS, self._create, self._awaited, self._paths
+            self.store, self.prefixes, before, MAX_PAUSE_SECONDS, self._create, self.awaited, self.paths
         )
-        if before and before.tags == self._sight.tags and self._clock.now() - begun < MAX_PAUSE_SECONDS / 2:
+        if before and before.tags == self._sight.tags and self.clock.now() - begun < MAX_PAUSE_SECONDS / 2:
             self._rest()  # the server has too many that wait, and did not
         if self._create and dict(self._sight.created) != self._create:
-            self._when_taken()
+            self.when_taken()
         self._create = {}
-        with self._store.sights.answer_from(self._sight):
+        with self.store.sights.answer_from(self._sight):
             return [question() for question in questions]
 
     def _rest(self) -> None:
-        self._clock.sleep(self._pause)
+        self.clock.sleep(self._pause)
         self._pause = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 1.3 * self._pause))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import torch
 
@@ -207,27 +208,22 @@ def _seal(seal: BlockSeal, path: str, number: int, block: memoryview, sealed: me
     return digest_of(sealed)
 
 
+@dataclass(eq=False, repr=False)
 class _Mixer:
     """The mean of what the participants' blocks hold, a cache's fill at a time."""
 
-    def __init__(
-        self,
-        start: int,
-        num_parts: int,
-        weights: Sequence[float],
-        codec: Codec,
-        own: int | None,
-        own_values: torch.Tensor | None,
-    ) -> None:
-        self._start = start
-        self._weights = weights
-        self._codec = codec
-        self._own = own
-        self._own_values = own_values
-        has_code = own_values is not None and not codec.is_exact
-        self._code = torch.empty(codec.num_bytes(BLOCK_VALUES) if has_code else 0, dtype=torch.uint8)
-        self._decoded = [torch.empty(0 if codec.is_exact else BLOCK_VALUES) for _ in range(num_parts)]
-        self._zeros = torch.zeros(BLOCK_VALUES if own is None else 0)
+    start: int
+    num_parts: int
+    weights: Sequence[float]
+    codec: Codec
+    own: int | None
+    own_values: torch.Tensor | None
+
+    def __post_init__(self) -> None:
+        has_code = self.own_values is not None and not self.codec.is_exact
+        self._code = torch.empty(self.codec.num_bytes(BLOCK_VALUES) if has_code else 0, dtype=torch.uint8)
+        self._decoded = [torch.empty(0 if self.codec.is_exact else BLOCK_VALUES) for _ in range(self.num_parts)]
+        self._zeros = torch.zeros(BLOCK_VALUES if self.own is None else 0)
 
     def mix(self, held: dict[int, LoadedBlock], low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (own values, mean) from `low` to `high`; of `held`, those values are used up."""
@@ -235,25 +231,25 @@ class _Mixer:
         parts = []
         for participant, buffer in enumerate(self._decoded):
             if participant in held:
-                parts.append(self._decode(held[participant].view(low, high, self._codec), buffer[: high - low]))
+                parts.append(self._decode(held[participant].view(low, high, self.codec), buffer[: high - low]))
             else:
-                assert self._own_values is not None
-                own_part = self._own_values[low - self._start : high - self._start]
+                assert self.own_values is not None
+                own_part = self.own_values[low - self.start : high - self.start]
                 parts.append(self._round_trip(own_part, buffer[: high - low]))
-            if participant == self._own and participant in held:
+            if participant == self.own and participant in held:
                 own_part = parts[-1]
-        return own_part, weighted_mean(parts, self._weights, keep=NOBODY if self._own is None else self._own)
+        return own_part, weighted_mean(parts, self.weights, keep=NOBODY if self.own is None else self.own)
 
     def _decode(self, code: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        if self._codec.is_exact:
+        if self.codec.is_exact:
             return code.view(torch.float32)
-        self._codec.decode(code, buffer)
+        self.codec.decode(code, buffer)
         return buffer
 
     def _round_trip(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """This island's own values as the others read them."""
-        if self._codec.is_exact:
+        if self.codec.is_exact:
             return values
-        code = self._code[: self._codec.num_bytes(values.numel())]
-        self._codec.encode(values, code)
+        code = self._code[: self.codec.num_bytes(values.numel())]
+        self.codec.encode(values, code)
         return self._decode(code, buffer)

@@ -921,7 +921,7 @@ def test_an_island_whose_own_address_is_gone_misses_a_round_and_no_more(tmp_path
     meeting = Meeting(tmp_path, 3, min_islands=2, grace=2.0, sync_timeout=600.0)  # connecting takes real time
     islands = run_islands(3, meeting.island)
     engine: Any = islands[1].session.rounds.archive.engines[0]
-    address, engine._address = engine._address, "192.0.2.1"  # RFC 5737: no machine has it
+    address, engine.address = engine.address, "192.0.2.1"  # RFC 5737: no machine has it
     run_islands(3, lambda which: islands[which].train(2))
     for survivor in (islands[0], islands[2]):
         assert survivor.reports[-1].participants == [0, 2]
@@ -930,7 +930,7 @@ def test_an_island_whose_own_address_is_gone_misses_a_round_and_no_more(tmp_path
     outcome = log.read("rounds/00000001/00/outcome.json", OutcomeRecord)
     assert outcome is not None
     assert "islands [1] were lost in round 1 (island 1 cannot listen on 192.0.2.1" in outcome.reason
-    engine._address = address
+    engine.address = address
     run_islands(3, lambda which: islands[which].train(2))
     assert {tuple(member.reports[-1].participants) for member in islands} == {(0, 1, 2)}
     assert len({member.hash for member in islands}) == 1
