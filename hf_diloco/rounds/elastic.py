@@ -269,14 +269,16 @@ class ElasticSession(BaseSession):
         else:
             self._pace.align()
             with suppress(StoreError):
-                self.rounds.rescue_snapshot(self._pace.is_first, self._pace.others_join)
+                self.rounds.rest()
+                self.rounds.archive.rescue_snapshot(self._pace.is_first, self._pace.others_join)
         return MissedRoundError(
             f"round {self.outer.round + 1} is missed, and due again after {self.outer.steps_left} more steps: {error}"
         )
 
     def _carry_out(self, own: Contribution) -> SyncReport:
         with self._syncing():
-            self.rounds.rescue_average()
+            self.rounds.rest()
+            self.rounds.archive.rescue_average()
             report = self.rounds.carry_out(own)
             self.rounds.archive.write_snapshot_if_due()
             return report
@@ -314,7 +316,8 @@ class ElasticSession(BaseSession):
             planned = self.rounds.find()
             is_over = planned is None and (self._has_last_round or self._has_caught_up(round_before))
             if planned is None and not is_over:
-                self.rounds.rescue_average()
+                self.rounds.rest()
+                self.rounds.archive.rescue_average()
         return planned, is_over
 
     def _looking_once(self) -> AbstractContextManager[None]:

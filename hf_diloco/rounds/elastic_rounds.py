@@ -11,7 +11,7 @@ own progress since it last took part:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -370,13 +370,3 @@ class ElasticRounds(Rounds):
         num_attempts = planned.number + 1
         if outcome.kind == "abort" and not outcome.is_split and num_attempts >= MAX_IN_A_ROW:
             raise IslandLostError(f"{num_attempts} attempts came to nothing, the last one because: {outcome.reason}")
-
-    def rescue_average(self) -> None:
-        """See `Archive.rescue_average`."""
-        self.rest()
-        self.archive.rescue_average()
-
-    def rescue_snapshot(self, is_first: Callable[[], bool], is_awaited: Callable[[], bool]) -> None:
-        """See `Archive.rescue_snapshot`."""
-        self.rest()
-        self.archive.rescue_snapshot(is_first, is_awaited)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -111,16 +110,6 @@ def _infos(offer: OfferRecord) -> list[ObjectInfo]:
         raise PayloadError(str(error), str(offer.objects[0].get("path"))) from None
 
 
-@dataclass
-class _Announced:
-    """The newest that others can read: for which round, where, and how many inner steps are in it."""
-
-    serial: int = -1
-    round: int = -1
-    steps: int = 0
-    objects: list[dict[str, Any]] = field(default_factory=list)
-
-
 class Offers:
     """What this process offers to rounds, on one rank. `make` is collective over the island's ranks."""
 
@@ -129,7 +118,9 @@ class Offers:
         self._number = number
         self._incarnation = incarnation
         self._author = author_of(number, incarnation)
-        self._announced = _Announced()
+        # The newest that others can read: its number, for which round, how many inner steps are in it, and where.
+        self._serial, self._round, self._steps = -1, -1, 0
+        self._objects: list[dict[str, Any]] = []
 
     def make(self, own: Contribution, engine: Engine, state: str) -> OfferRecord:
         """Has others find a pseudo-gradient, unless they do already, and says what there is.
@@ -142,23 +133,22 @@ class Offers:
             (tag,) = self.island.from_leader([f"{self._author}-{time.monotonic_ns()}"])
             said, traffic = self.island.on_all(lambda: engine.announce(own.delta, own.number, tag))
             own.clock.traffic += traffic
-            objects = self.island.gather(said)
-            self._announced = _Announced(self._announced.serial + 1, own.number, own.steps, objects)
-        offer = own.offer(self._number, self._incarnation, self._announced.serial, state)
-        return offer.model_copy(update={"objects": self._announced.objects, "links": engine.links})
+            self._objects = self.island.gather(said)
+            self._serial, self._round, self._steps = self._serial + 1, own.number, own.steps
+        offer = own.offer(self._number, self._incarnation, self._serial, state)
+        return offer.model_copy(update={"objects": self._objects, "links": engine.links})
 
     def holds(self, number: int, steps: int) -> bool:
         """Whether what was announced last is for round `number`, with so many inner steps."""
-        return (self._announced.round, self._announced.steps) == (number, steps)
+        return (self._round, self._steps) == (number, steps)
 
     def has_offered(self, number: int) -> bool:
         """Whether what was announced last is for round `number`."""
-        return self._announced.round == number
+        return self._round == number
 
     def is_newest(self, offer: OfferRecord | None) -> bool:
         """Whether an offer of this island is this process's last."""
-        newest = self._incarnation, self._announced.serial
-        return offer is not None and (offer.incarnation, offer.serial) == newest
+        return offer is not None and (offer.incarnation, offer.serial) == (self._incarnation, self._serial)
 
     def is_own(self, offer: OfferRecord) -> bool:
         """Whether an offer is this process's."""
@@ -166,5 +156,5 @@ class Offers:
 
     def forget(self, path: str) -> None:
         """Has `make` announce a pseudo-gradient anew if its offer is the one at `path`, which was of no use."""
-        if f"/{self._author}-{self._announced.serial:06d}." in path:
-            self._announced.round = -1
+        if f"/{self._author}-{self._serial:06d}." in path:
+            self._round = -1

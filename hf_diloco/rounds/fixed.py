@@ -127,11 +127,6 @@ class FixedSession(BaseSession):
     # Joining
 
     def common_checkpoint(self, output_dir: Path) -> Path | None:
-        """This island's newest checkpoint of the newest round that all islands hold; None if none holds any.
-
-        Raises:
-            CheckpointError: the islands hold checkpoints, but of no common round.
-        """
         with self._leave_on_error():
             path = find_common(Path(output_dir), self.island, self._share)
         self.outer.checked = path

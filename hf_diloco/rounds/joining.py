@@ -43,13 +43,8 @@ class Pace:
         self.config = outer.config
         self.outer = outer
         self.island = outer.island
-        self._members = members
-
-    @property
-    def members(self) -> Members:
-        """The islands; asked by the leader only."""
-        assert self._members is not None
-        return self._members
+        if members is not None:
+            self.members = members
 
     def align_to_others(self) -> None:
         """An island that joins in the middle of a round syncs with the others, if it has time for a step.

@@ -57,19 +57,13 @@ class RecordStore(Store):
         self.log.put(self._path(key), _record(value))
 
     def get(self, key: str) -> bytes:
-        (value,) = self.multi_get([key])
+        """The value of a key, once it is there; raises as `wait`."""
+        if (value := self.find(key)) is None:
+            self.wait([key])
+            value = self.find(key)
+        if value is None:
+            raise IslandLostError(f"{key!r} was written and can no longer be read")
         return value
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, once all are there; raises as `wait`."""
-        found = self.find_all(keys)
-        if len(found) < len(keys):
-            self.wait(keys)
-            found = self.find_all(keys)
-        try:
-            return [found[key] for key in keys]
-        except KeyError as key:
-            raise IslandLostError(f"{key} was written and can no longer be read") from None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Returns once all keys are there.

@@ -1057,7 +1057,7 @@ def test_rounds_that_nobody_holds_any_more_are_taken_again(tmp_path: Path, round
     checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
     for member in islands:
         member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
-        member.session.rounds.rescue_average = lambda: None  # type: ignore[method-assign]
+        member.session.rounds.archive.rescue_average = lambda: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2 * rounds_since))
     assert islands[0].session.outer.round == 1 + rounds_since
     for member in islands:
@@ -1138,7 +1138,7 @@ def test_who_resumes_from_a_round_that_is_not_in_the_store_shares_it_at_once(
     older = islands[0].save(tmp_path / "older")
     for member in islands:
         member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
-        member.session.rounds.rescue_average = lambda: None  # type: ignore[method-assign]
+        member.session.rounds.archive.rescue_average = lambda: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2 * rounds_since))
     newer = islands[1].save(tmp_path / "newer")
     for member in islands:
