@@ -16,9 +16,9 @@ from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ExchangeError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.all_gather import AllGather
+from hf_diloco.membership.all_gather import AllGather, Links
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
-from hf_diloco.membership.unanimity import Links, Unanimity
+from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.store.log import RunLog

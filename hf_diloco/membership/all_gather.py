@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed import DistStoreError
@@ -37,6 +37,34 @@ _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.1  # a wait is seen to end withi
 LOOK_SECONDS = 0.5
 """How often the store is looked at for what links should carry."""
 RESUMES = "the run resumes from the newest round that all hold"
+
+
+class Links(Protocol):
+    """Carries messages among the leaders, and sees who is gone; see `hf_diloco.transport.base.Exchange`."""
+
+    def send_message(self, message: bytes, notify: Callable[[], None]) -> bool: ...
+
+    def messages(self) -> dict[int, bytes]: ...
+
+    def find_broken(self) -> Collection[int]: ...
+
+
+class _Watch:
+    """Looks now and then for broken connections: what is broken twice running is gone."""
+
+    def __init__(self, links: Sequence[Links], clock: Clock) -> None:
+        self._links = links
+        self._clock = clock
+        self._broken: set[int] = set()
+        self._next_at = clock.now() + LOOK_SECONDS
+        self.gone: set[int] = set()
+
+    def look(self) -> set[int]:
+        if self._clock.now() >= self._next_at:
+            before, self._broken = self._broken, {island for one in self._links for island in one.find_broken()}
+            self.gone = before & self._broken
+            self._next_at = self._clock.now() + LOOK_SECONDS
+        return self.gone
 
 
 @dataclass(eq=False, repr=False)
@@ -89,7 +117,7 @@ class AllGather:
         found: dict[int, Said] = {island: {} for island in absent}  # its own will be what the others read
         wait = self.notes.begin(timeout, where=self.where)
         self.guard(lambda: self.store.set(f"{topic}/{self.island}", json.dumps(dict(record))))
-        missing = self.collect(found, read, timeout, wait, interruptible)
+        missing, _ = self.collect(found, read, timeout, wait, interruptible)
         if missing:
             raise IslandLostError(f"islands {missing} are missing after {timeout:g} s", missing)
         return [found[island] for island in range(self.num_islands)]
@@ -102,9 +130,9 @@ class AllGather:
         wait: Wait,
         interruptible: bool = True,
         hear: Callable[[], Mapping[int, T]] | None = None,
-        find_gone: Callable[[], Collection[int]] = tuple,
-    ) -> list[int]:
-        """Waits until all islands have said something; returns who has not in time.
+        links: Sequence[Links] = (),
+    ) -> tuple[list[int], list[int]]:
+        """Waits until all islands have said something; returns who has not in time, and who of those is gone.
 
         Args:
             found: what is known, by island; what they say is added.
@@ -112,15 +140,15 @@ class AllGather:
             timeout: seconds that it may take.
             interruptible: a wish to stop ends it.
             hear: what has come over links, if these carry it: the store is then looked at now and then.
-            find_gone: islands that will say nothing more; it ends where one of the absent is.
+            links: show who is gone, and will say nothing more: it ends where one of the absent is.
 
         Raises:
             StopRequested: this island was asked to stop, and not all have said something.
         """
-        begun = self.clock.now()
+        begun, watch = self.clock.now(), _Watch(links, self.clock)
         look_at = begun + LOOK_SECONDS * bool(hear)
         while True:
-            gone = set(find_gone())  # before looking: what an island said before it went counts
+            gone = watch.look()  # before looking: what an island said before it went counts
             found |= hear() if hear else {}
             absent = self._absent(found)
             waited = self.clock.now() - begun
@@ -129,10 +157,10 @@ class AllGather:
                 found |= said or {}
                 absent = self._absent(found)
                 if said is None or waited >= timeout or gone.intersection(absent):
-                    return absent
+                    return absent, sorted(gone.intersection(absent))
                 look_at = self.clock.now() + (LOOK_SECONDS if hear else _pause(waited))
             if not absent:
-                return absent
+                return [], []
             if interruptible and self.should_stop():
                 raise StopRequested
             wait.look(absent)

@@ -23,13 +23,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError, StopRequested
-from hf_diloco.membership.all_gather import LOOK_SECONDS, RESUMES, AllGather, parse, parse_some
+from hf_diloco.membership.all_gather import RESUMES, AllGather, Links, parse, parse_some
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
 from hf_diloco.membership.round_records import (
     ABSTENTION,
@@ -45,7 +45,6 @@ from hf_diloco.membership.round_records import (
 )
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.question import looking_once
-from hf_diloco.utils.clock import Clock
 from hf_diloco.utils.text import name_all, numbers, plural
 from hf_diloco.utils.threads import call_behind
 
@@ -62,34 +61,6 @@ _OTHERS_GO_ON = (
 )
 
 R = TypeVar("R", OfferRecord, VoteRecord)
-
-
-class Links(Protocol):
-    """Carries messages among the leaders, and sees who is gone; see `hf_diloco.transport.base.Exchange`."""
-
-    def send_message(self, message: bytes, notify: Callable[[], None]) -> bool: ...
-
-    def messages(self) -> dict[int, bytes]: ...
-
-    def find_broken(self) -> Collection[int]: ...
-
-
-class _Watch:
-    """Looks now and then for broken connections: what is broken twice running is gone."""
-
-    def __init__(self, links: Sequence[Links], clock: Clock) -> None:
-        self._links = links
-        self._clock = clock
-        self._broken: set[int] = set()
-        self._next_at = clock.now() + LOOK_SECONDS
-        self.gone: set[int] = set()
-
-    def look(self) -> set[int]:
-        if self._clock.now() >= self._next_at:
-            before, self._broken = self._broken, {island for one in self._links for island in one.find_broken()}
-            self.gone = before & self._broken
-            self._next_at = self._clock.now() + LOOK_SECONDS
-        return self.gone
 
 
 @dataclass(eq=False, repr=False)
@@ -281,11 +252,10 @@ class Unanimity:
         else:
             links = None
             put()
-        watch = _Watch(self.links, self.all_gather.clock)
         wait = self.all_gather.notes.begin(patience, what)
         found, heard = {self._island: own}, partial(hear, links) if links else None
-        missing = self.all_gather.collect(found, look, patience, wait, may_stop, heard, watch.look)
-        return found, missing, sorted(watch.gone.intersection(missing))
+        missing, gone = self.all_gather.collect(found, look, patience, wait, may_stop, heard, self.links)
+        return found, missing, gone
 
     def _tidy(self, attempt: Attempt) -> None:
         """What this island said in earlier attempts goes, as all have come to this one. Island 0, which keeps the

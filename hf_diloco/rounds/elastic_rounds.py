@@ -177,35 +177,27 @@ class ElasticRounds(Rounds):
         """
         self.rest()
         self.outer.land(self.outer.current)
-        part = self._part_in(planned, is_resuming)
         is_here = self._holds_all(planned, self.outer.steps)
-        if self._is_direct and planned.outcome is None and not is_here:
-            try:
-                with clock.counts("waiting"):
+        part = self._part_in(planned, is_resuming, is_here)
+        try:
+            with clock.counts("waiting"):
+                if self._is_direct and planned.outcome is None and not is_here:
                     outcome = self.decide(
                         lambda: self.decider.await_outcome(planned, planned.offers, self.config.exchange_timeout)
                     )
-            except PayloadError as error:
-                self.archive.pass_over(planned, error, part, is_resuming)
-                return None
-            self._check_patience(planned, outcome)
-            return None
-        with clock.counts("waiting"):
-            is_there = not planned.is_committed or self.archive.await_average(planned)
-        if not is_there:
-            gone = PayloadError(f"the average of round {planned.round} is not in the store")
-            self.archive.pass_over(planned, gone, part, is_resuming)
-            return None
-        own = own or capture(self.outer, clock)
-        own.complete(self.island, with_residual=part is Part.WHOLE)
-        own.part = part
-        # The average may replace progress that is used up; other progress must outlast it. So must what begins behind
-        # the inner steps while the average is yet on its way into the store.
-        if self.config.overlaps and self._is_direct:
-            mean = self._lend(own)
-        else:
-            mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)
-        try:
+                    self._check_patience(planned, outcome)
+                    return None
+                if planned.is_committed and not self.archive.await_average(planned):
+                    raise PayloadError(f"the average of round {planned.round} is not in the store")
+            own = own or capture(self.outer, clock)
+            own.complete(self.island, with_residual=part is Part.WHOLE)
+            own.part = part
+            # The average may replace progress that is used up; other progress must outlast it. So must what begins
+            # behind the inner steps while the average is yet on its way into the store.
+            if self.config.overlaps and self._is_direct:
+                mean = self._lend(own)
+            else:
+                mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)
             return self.attempt(planned, own, mean)
         except PayloadError as error:
             self.archive.pass_over(planned, error, part, is_resuming)
@@ -314,7 +306,7 @@ class ElasticRounds(Rounds):
         if steps and own.used is not None:  # it had offered that before it gave up waiting and trained on
             fragment.count_down(steps)
 
-    def _part_in(self, planned: Attempt, is_resuming: bool) -> Part:
+    def _part_in(self, planned: Attempt, is_resuming: bool, is_here: bool) -> Part:
         """How much of this island's progress a round uses up."""
         offer = planned.offer_by(self.config.island)
         if offer is None:
@@ -322,7 +314,7 @@ class ElasticRounds(Rounds):
         if is_resuming:  # what the last process had offered, before it may have trained on
             is_all = offer.steps >= self.outer.steps
         else:  # the steps of another process this one has made again
-            is_all = not self._offers.is_own(offer) or self._holds_all(planned, self.outer.steps)
+            is_all = not self._offers.is_own(offer) or is_here
         return Part.WHOLE if is_all else Part.SOME
 
     def _holds_all(self, planned: Attempt, steps: int) -> bool:
