@@ -46,7 +46,10 @@ _CLOSED = "closed: the outcome of an earlier attempt is damaged"
 
 
 class Decisions:
-    """One island's access to them; used by the island's leader only."""
+    """One island's access to them; used by the island's leader only.
+
+    All of it raises `StoreError` where the store does not answer.
+    """
 
     def __init__(self, log: RunLog, island: int, clock: Clock) -> None:
         self._log = log
@@ -60,7 +63,6 @@ class Decisions:
 
         Raises:
             ForgedError: what lies there cannot be read.
-            StoreError: the store does not answer.
         """
         return self._read(plan_path(attempt), PlanRecord)
 
@@ -89,7 +91,6 @@ class Decisions:
 
         Raises:
             PayloadError: this cannot be decided now, as the outcome is damaged; a later snapshot shows that it was.
-            StoreError: the store does not answer.
         """
         for name in _OUTCOMES:
             path = f"{attempt}/{name}"

@@ -53,6 +53,8 @@ _POLL_SECONDS = 0.25
 class Quorum:
     """One island's part in deciding rounds; used by the island's leader only.
 
+    All of it raises `StoreError` where the store does not answer.
+
     Attributes:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         is_awaited: polled while waiting; true ends the grace for those who are late.
@@ -215,7 +217,6 @@ class Quorum:
 
         Raises:
             PayloadError: the same, but the round is committed.
-            StoreError: the store does not answer.
         """
         assert attempt.plan is not None
         offers = [self._candidates.read(participant.offer) for participant in attempt.plan.participants]
@@ -233,9 +234,6 @@ class Quorum:
 
         Returns:
             What was decided.
-
-        Raises:
-            StoreError: see `Decisions.decide`.
         """
         wait = self._notes.begin(self.rules.grace, f"round {attempt.round}, vote")
         verdict = self._voting.vote(attempt.path, offers, mean, wait)
@@ -273,9 +271,6 @@ class Quorum:
 
         Returns:
             Whether the round is taken again.
-
-        Raises:
-            StoreError: the store does not answer.
         """
         own = missing_path(attempt.path, self.members.island, self.members.incarnation)
         if own != self._missing and any(offer.island == self.members.island for offer in offers):
@@ -315,7 +310,6 @@ class Quorum:
         Raises:
             IslandLostError: it is not decided within `patience` seconds.
             StopRequested: this island was asked to stop.
-            StoreError: the store does not answer.
         """
         deadline = self.clock.now() + patience
         wait = self._notes.begin(patience, f"round {attempt.round}, which others carry out")

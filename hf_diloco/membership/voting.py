@@ -70,7 +70,8 @@ def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | Non
 
 @dataclass(eq=False, repr=False)
 class Voting:
-    """One island's part in votes; used by the island's leader only.
+    """One island's part in votes; used by the island's leader only. All of it raises `StoreError` where the store does
+    not answer.
 
     Attributes:
         candidates: the islands that take part, and which of them are at it.
@@ -98,9 +99,6 @@ class Voting:
         Args:
             offers: that are in it; their islands have a vote.
             mean: digest of the average.
-
-        Raises:
-            StoreError: the store does not answer.
         """
         own, participants = self._island, {offer.island for offer in offers}
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
@@ -153,7 +151,6 @@ class Voting:
 
         Raises:
             IslandLostError: that is not known yet.
-            StoreError: the store does not answer.
         """
         won_by = winner(participants, self._read(folder, participants, self._log.list(f"{folder}/votes/")))
         if won_by is None:

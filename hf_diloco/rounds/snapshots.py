@@ -37,7 +37,7 @@ _PAYLOAD = re.compile(r"payloads/\d{8,12}/(?:mean-)?(\d{5,6})-(\d{6,9})(?:-\d+)?
 
 
 class Snapshots:
-    """One rank's access to the run's snapshots.
+    """One rank's access to the run's snapshots. All of it raises `StoreError` where the store does not answer.
 
     Args:
         buckets: this rank's range of each fragment.
@@ -95,9 +95,6 @@ class Snapshots:
             state: digest of the outer parameters.
             parts: this rank's part of each fragment's tensors, by name; those of fp64 are the same on all ranks.
             folder: default: that of this process.
-
-        Raises:
-            StoreError: the store did not take it.
         """
         folder = folder or self.folder(round_number)
         infos, numbers = {}, {}
@@ -149,11 +146,7 @@ class Snapshots:
             self._thread = None
 
     def newest(self, after: int = -1) -> Snapshot | None:
-        """The newest whole snapshot of a round later than `after`.
-
-        Raises:
-            StoreError: the store does not answer.
-        """
+        """The newest whole snapshot of a round later than `after`."""
         for folder in sorted(self._folders() - self._shunned, reverse=True):
             if round_of(folder) <= after:
                 return None
@@ -193,7 +186,6 @@ class Snapshots:
 
         Raises:
             PayloadError: it is gone.
-            StoreError: the store does not answer.
         """
         found = self._read(folder)
         if found is None:
@@ -231,9 +223,6 @@ class Snapshots:
         there.
         Files that a killed process has not finished go when they have not changed since the last time; nobody looks
         for them in records of rounds long gone, of which there is no end.
-
-        Raises:
-            StoreError: the store does not answer.
         """
         whole = self._whole()
         if not whole:

@@ -48,7 +48,7 @@ class ObjectStore:
     Paths are relative: segments of letters, digits and ``._=+-``, joined by ``/``. Failures that may pass are tried
     again, with growing pauses. A store that is silent makes a call fail after about `timeout` seconds. A transfer that
     makes progress may take longer: what counts is each read, and each uploaded part of 5 MiB, which must get through
-    within half of it.
+    within half of it. Every call raises `StoreError` if there is no answer, or access is denied.
 
     Args:
         url: one of the forms that `utils.urls` lists.
@@ -97,7 +97,6 @@ class ObjectStore:
 
         Raises:
             RendezvousError: it lets a second creation overwrite the first.
-            StoreError: no answer, or access is denied.
         """
         path = f"checks/{uuid.uuid4().hex}"
         try:
@@ -214,7 +213,6 @@ class ObjectStore:
 
         Raises:
             StoreFullError: there is no space left.
-            StoreError: no answer, or access is denied.
         """
         _check_path(path)
         view = memoryview(data).cast("B")
@@ -229,7 +227,6 @@ class ObjectStore:
         Raises:
             TooLargeError: the object is larger than `limit`.
             UnreadableError: it is a symbolic link or device in a folder.
-            StoreError: no answer, or access is denied.
         """
         _check_path(path)
         if (sight := self.sights.current) and sight.covers(path):
@@ -249,7 +246,6 @@ class ObjectStore:
 
         Raises:
             CutShortError: the object is absent, or ends before the range does.
-            StoreError: no answer, or access is denied.
         """
         _check_path(path)
         try:
@@ -270,20 +266,13 @@ class ObjectStore:
         """Returns path and size (bytes) of all objects below `prefix`, which ends at a segment's end, in order.
 
         Objects that this class could not have written (other characters in their names) are left out.
-
-        Raises:
-            StoreError: no answer, or access is denied.
         """
         if (sight := self.sights.current) and sight.covers(prefix.rstrip("/")):
             return sight.below(prefix.rstrip("/"))
         return [(entry.path, entry.size) for entry in self.entries(prefix)]
 
     def entries(self, prefix: str = "") -> Sequence[Entry]:
-        """As `list`, with the time that each object was written.
-
-        Raises:
-            StoreError: no answer, or access is denied.
-        """
+        """As `list`, with the time that each object was written."""
         prefix = prefix.rstrip("/")
         if prefix:
             _check_path(prefix)
