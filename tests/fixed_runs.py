@@ -225,7 +225,7 @@ def convene(of: Unanimity, number: int, offer: OfferRecord) -> Attempt:
 
 def vote(of: Unanimity, number: int, mean: str = "ab") -> OutcomeRecord:
     """Votes in the next attempt of a round."""
-    return of.commit(of.current(number), [], mean)
+    return of.commit(of.current(number), mean)
 
 
 class CountingObjects:

@@ -311,9 +311,10 @@ class Life:
         assert plan is not None
         world.decided.setdefault(f"{attempt.path}/plan", set()).add(plan.model_dump_json())
         assert plan.state == self.state
-        offers = self._quorum.offers_of(attempt, self.state)
-        if offers is None:
+        found = self._quorum.with_offers(attempt, self.state)
+        if found is None:
             return
+        attempt, offers = found, found.offers
         assert {offer.state for offer in offers} == {self.state}
         mean = _hash("".join(participant.offer for participant in plan.participants))
         outcome, is_connected = attempt.outcome, False
@@ -322,7 +323,7 @@ class Life:
                 (offer.island, offer.incarnation) for offer in offers
             }:
                 try:
-                    self._quorum.await_outcome(attempt, offers, patience=20.0)
+                    self._quorum.await_outcome(attempt, patience=20.0)
                 except IslandLostError:
                     world.num_missed += 1
                 return
@@ -334,7 +335,7 @@ class Life:
             outcome = self._quorum.abort(attempt, plan.participants[-1].offer, "unreadable")
         count = self._num_averages[attempt.path] = self._num_averages.get(attempt.path, -1) + 1
         own = _hash(f"{mean} {self._island} {count}") if world.wrong(self._island, attempt, count) else mean
-        outcome = outcome or self._quorum.commit(attempt, offers, own)
+        outcome = outcome or self._quorum.commit(attempt, own)
         decision = outcome.model_dump_json(include={"kind", "mean"})
         world.decided.setdefault(f"{attempt.path}/outcome", set()).add(decision)
         if outcome.kind == "abort":

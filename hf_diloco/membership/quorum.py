@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -209,8 +209,8 @@ class Quorum:
         """Announces this island's pseudo-gradient, without waiting for anybody."""
         self._log.place(offer_path(attempt, offer), offer)
 
-    def offers_of(self, attempt: Attempt, state: Digest) -> list[OfferRecord] | None:
-        """The offers that an attempt's plan takes, in its order; `state` is that of this island before the round.
+    def with_offers(self, attempt: Attempt, state: Digest) -> Attempt | None:
+        """An attempt with the offers that its plan takes; `state` is that of this island before the round.
 
         Returns:
             None if one cannot be read, or the plan does not count, and the attempt is therefore aborted: look again.
@@ -222,21 +222,21 @@ class Quorum:
         offers = [self._candidates.read(participant.offer) for participant in attempt.plan.participants]
         fault = find_fault(attempt.path, attempt.plan, offers, state, self.rules.min_islands)
         if fault is None:
-            return [offer for offer in offers if offer is not None]
+            return replace(attempt, offers=tuple(offer for offer in offers if offer is not None))
         if not fault.offer:
             self._log.refuse_island(ForgedError(fault.reason, attempt.plan.by))
         if (attempt.outcome or self.abort(attempt, fault.offer, fault.reason)).kind == "commit":
             raise PayloadError(fault.reason, fault.offer)
         return None
 
-    def commit(self, attempt: Attempt, offers: Sequence[OfferRecord], mean: Digest) -> OutcomeRecord:
-        """Votes for an average of some offers, and commits it if more than half of those who vote agree.
+    def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
+        """Votes for an average of its offers, and commits it if more than half of those who vote agree.
 
         Returns:
             What was decided.
         """
         wait = self._notes.begin(self.rules.grace, f"round {attempt.round}, vote")
-        verdict = self._voting.vote(attempt.path, offers, mean, wait)
+        verdict = self._voting.vote(attempt.path, attempt.offers, mean, wait)
         if isinstance(verdict, OutcomeRecord):
             return verdict
         if verdict is Verdict.AGREED:
@@ -262,7 +262,7 @@ class Quorum:
         record = OutcomeRecord(by=self.members.island, kind="abort", unusable=offer, reason=reason)
         return self._decisions.decide(attempt.path, record)
 
-    def revoke(self, attempt: Attempt, offers: Sequence[OfferRecord]) -> bool:
+    def revoke(self, attempt: Attempt) -> bool:
         """Has a committed round whose average is not in the store taken again, if nobody holds it any more.
 
         Every participant that misses the average says so: it has come back from before the round, or has not heard of
@@ -273,11 +273,11 @@ class Quorum:
             Whether the round is taken again.
         """
         own = missing_path(attempt.path, self.members.island, self.members.incarnation)
-        if own != self._missing and any(offer.island == self.members.island for offer in offers):
+        if own != self._missing and any(offer.island == self.members.island for offer in attempt.offers):
             self._log.place(own, VoteRecord(island=self.members.island, mean=ABSTENTION))
             self._missing = own
         said = self._log.read_all(self._log.list(f"{attempt.path}/missing/"), VoteRecord)
-        for offer in offers:
+        for offer in attempt.offers:
             first = missing_path(attempt.path, offer.island, offer.incarnation)
             of_island = first[: first.rindex("-")]
             if not any(path.startswith(of_island) and path >= first for path in said):
@@ -301,7 +301,7 @@ class Quorum:
         """Islands that take part or are about to, each with the incarnation of its process."""
         return {island: self.members.incarnation_of(island) for island in self.members.alive()}
 
-    def await_outcome(self, attempt: Attempt, offers: Sequence[OfferRecord], patience: float) -> OutcomeRecord:
+    def await_outcome(self, attempt: Attempt, patience: float) -> OutcomeRecord:
         """Returns how an attempt that other islands carry out is decided; one that nobody does is aborted.
 
         They cannot without this one, if it is a participant: it no longer holds what it has offered, so at most votes
@@ -314,8 +314,8 @@ class Quorum:
         deadline = self.clock.now() + patience
         wait = self._notes.begin(patience, f"round {attempt.round}, which others carry out")
         seen_at, grace = self.clock.now(), min(self.rules.grace, patience)
-        others = [offer for offer in offers if offer.island != self.members.island]
-        takes_part = len(others) < len(offers)
+        others = [offer for offer in attempt.offers if offer.island != self.members.island]
+        takes_part = len(others) < len(attempt.offers)
         reason = "its participants are gone"
         if takes_part:
             reason = f"island {self.members.island} no longer holds what it has offered"

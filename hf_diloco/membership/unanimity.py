@@ -85,7 +85,6 @@ class Unanimity:
         self._island = self.all_gather.island
         self._decisions = Decisions(self.log, self.all_gather.island, self.all_gather.clock)
         self._next = Attempt(0, 0)  # of a round that is taken again
-        self._offers: dict[int, OfferRecord] = {}
         self._said: list[str] = []
         self._planned: deque[str] = deque()
 
@@ -110,8 +109,8 @@ class Unanimity:
             raise
         if missing:
             raise self._end(self._give_up(attempt, gone or missing, self._why_not_here(number, missing, gone)))
-        self._offers = offers
-        attempt = replace(attempt, plan=self._plan(attempt, offers))
+        plan = self._plan(attempt, offers)
+        attempt = replace(attempt, plan=plan, offers=tuple(offers[one.island] for one in plan.participants))
         self._tidy(attempt)
         return attempt
 
@@ -143,12 +142,11 @@ class Unanimity:
             logger.warning("%s (%s): the island continues from the others' average", what, reason)
         return plan
 
-    def offers_of(self, attempt: Attempt, state: Digest) -> list[OfferRecord]:
-        """The offers that the plan of the attempt that was convened takes, in its order."""
-        assert attempt.plan is not None
-        return [self._offers[participant.island] for participant in attempt.plan.participants]
+    def with_offers(self, attempt: Attempt, state: Digest) -> Attempt:
+        """As `Quorum.with_offers`, of an attempt that was convened: it has them."""
+        return attempt
 
-    def commit(self, attempt: Attempt, offers: Sequence[OfferRecord], mean: Digest) -> OutcomeRecord:
+    def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
         """Votes for an average, and waits for what is decided: it is committed, or the votes are split.
 
         Raises:

@@ -178,7 +178,7 @@ class Archive:
         while not engine.has_average(planned.round, planned.number):
             if self.snapshots.newest(self.outer.round) is not None or self.clock.now() >= deadline:
                 return False
-            if self.quorum.revoke(planned, planned.offers):
+            if self.quorum.revoke(planned):
                 return False
             wait.look(f"its average in the store, from {name_all(islands)}")
             self.clock.sleep(LOOK_SECONDS)

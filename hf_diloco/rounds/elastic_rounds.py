@@ -182,9 +182,7 @@ class ElasticRounds(Rounds):
         try:
             with clock.counts("waiting"):
                 if self._is_direct and planned.outcome is None and not is_here:
-                    outcome = self.decide(
-                        lambda: self.decider.await_outcome(planned, planned.offers, self.config.exchange_timeout)
-                    )
+                    outcome = self.decide(lambda: self.decider.await_outcome(planned, self.config.exchange_timeout))
                     self._check_patience(planned, outcome)
                     return None
                 if planned.is_committed and not self.archive.await_average(planned):
@@ -256,7 +254,7 @@ class ElasticRounds(Rounds):
         engine = self._engine_of(planned.round)
 
         def vote() -> OutcomeRecord:
-            return self.decider.commit(planned, planned.offers, digest)
+            return self.decider.commit(planned, digest)
 
         with own.clock.counts("waiting"):
             outcome = planned.outcome or self.decide(vote)

@@ -134,7 +134,7 @@ class FixedRounds(Rounds):
             DivergedError: the islands' averages differ, and have before.
         """
         with own.clock.counts("waiting"):
-            outcome = self.decide(lambda: self.decider.commit(planned, planned.offers, digest))
+            outcome = self.decide(lambda: self.decider.commit(planned, digest))
         if outcome.kind == "commit":
             return True
         if planned.number + 1 >= MAX_TRIES:

@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -245,8 +245,8 @@ class Rounds(ABC):
 
     def _with_offers(self, attempt: Attempt) -> Any:
         """On the leader: what all ranks need to know of an attempt with a plan, for `_load`; None: look again."""
-        offers = self.decider.offers_of(attempt, self.outer.outer_hash)
-        return offers and _ATTEMPT.dump_python(replace(attempt, offers=tuple(offers)), mode="json")
+        planned = self.decider.with_offers(attempt, self.outer.outer_hash)
+        return planned and _ATTEMPT.dump_python(planned, mode="json")
 
     def _load(self, raw: Any) -> Attempt:
         planned = _ATTEMPT.validate_python(raw)

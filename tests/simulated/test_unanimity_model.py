@@ -303,7 +303,7 @@ class Life:
             return
         mean = f"{number:02x}" if place not in world.faults.wrong else f"{number:02x}{self.island:02x}"
         world.votes[attempt.path][self.island] = mean
-        outcome = one.commit(attempt, one.offers_of(attempt, state), mean)
+        outcome = one.commit(attempt, mean)
         if outcome.kind == "commit":
             assert list(world.votes[attempt.path].values()) == [mean] * world.num_islands
             self.round = number

@@ -400,7 +400,7 @@ def test_a_round_that_others_carry_out_is_waited_for_with_patience(
     clock.meanwhile = there.heartbeat
     since = clock.now()
     with pytest.raises(error, match=said):
-        quorum.await_outcome(planned, [offer_of(1)], patience=3.0)
+        quorum.await_outcome(replace(planned, offers=(offer_of(1),)), patience=3.0)
     assert clock.now() - since == (0.0 if is_asked_to_stop else 3.0)
 
 
@@ -408,9 +408,9 @@ def test_a_plan_of_offers_to_another_attempt_is_not_carried_out(log: RunLog, pro
     """These may start from other outer parameters, and have been used."""
     quorum = Quorum(process(0), Rules(), clock=StillClock())
     first = quorum.convene(Attempt(1, 0), offer_of(0))
-    assert quorum.offers_of(first, "ab") == [offer_of(0, heartbeat=1)]
+    assert quorum.with_offers(first, "ab") == replace(first, offers=(offer_of(0, heartbeat=1),))
     second = replace(first, number=1)
-    assert quorum.offers_of(second, "ab") is None
+    assert quorum.with_offers(second, "ab") is None
     outcome = log.read(f"{second.path}/outcome.json", OutcomeRecord)
     assert outcome is not None
     assert (outcome.kind, outcome.unusable) == ("abort", "")
@@ -424,7 +424,7 @@ def test_who_offers_what_another_island_has_written_is_to_blame(log: RunLog, pro
     path = "payloads/00000001/00001-000001-5/rank-00000.bin"
     attempt = quorum.convene(Attempt(1, 0), offer_of(0).model_copy(update={"objects": [{"path": path}]}))
     assert attempt.plan is not None
-    assert quorum.offers_of(attempt, "ab") is None
+    assert quorum.with_offers(attempt, "ab") is None
     outcome = log.read(f"{attempt.path}/outcome.json", OutcomeRecord)
     assert outcome is not None
     assert (outcome.kind, outcome.unusable) == ("abort", attempt.plan.participants[0].offer)
@@ -449,7 +449,7 @@ def test_a_vote_is_waited_for_no_longer_than_the_grace(
     for offer in offers:
         quorum.offer(Attempt(1, 0), offer)
     since = clock.now()
-    assert quorum.commit(Attempt(1, 0), offers, "ab").kind == "commit"
+    assert quorum.commit(Attempt(1, 0, offers=tuple(offers)), "ab").kind == "commit"
     assert (clock.now() - since < 1) if is_asked_to_stop else (2 <= clock.now() - since < 4)
     abstention = log.read("rounds/00000001/00/votes/00001.json", VoteRecord)
     assert abstention is not None
@@ -465,7 +465,7 @@ def test_nobody_waits_for_ever_for_who_votes_in_anothers_name(
     log.create("rounds/00000001/00/votes/00001.json", VoteRecord(island=0, mean="cd"))
     quorum = Quorum(here, Rules(min_islands=2, grace=2.0), clock=clock)
     since = clock.now()
-    outcome = quorum.commit(Attempt(1, 0), [offer_of(0), offer_of(1)], "ab")
+    outcome = quorum.commit(Attempt(1, 0, offers=(offer_of(0), offer_of(1))), "ab")
     assert (outcome.kind, outcome.mean) == ("commit", "ab")
     assert clock.now() - since < 1
 
@@ -498,7 +498,7 @@ def test_who_is_outvoted_waits_for_the_commit_of_the_others_and_aborts_where_the
     log: RunLog, process: Process, clock: EventfulClock, are_gone: bool
 ) -> None:
     here, *others = process(0), process(1), process(2)
-    first = Attempt(1, 0)
+    first = Attempt(1, 0, offers=tuple(offer_of(island) for island in range(3)))
     for other in others:
         other.standing.phase = "syncing"
         other.heartbeat()
@@ -506,21 +506,20 @@ def test_who_is_outvoted_waits_for_the_commit_of_the_others_and_aborts_where_the
         if are_gone:
             other.leave("left")
     quorums = [Quorum(members, Rules(min_islands=3, grace=5.0), clock=clock) for members in (here, others[0])]
-    offers = [offer_of(island) for island in range(3)]
 
     def commit() -> None:
         if clock.now() > since:  # it has looked, and waits
             clock.meanwhile = lambda: None
-            quorums[1].commit(first, offers, "cd")
+            quorums[1].commit(first, "cd")
 
     if not are_gone:
         clock.meanwhile = commit
     since = clock.now()
-    outcome = quorums[0].commit(first, offers, "ab")
+    outcome = quorums[0].commit(first, "ab")
     if are_gone:
         assert (outcome.kind, outcome.is_split) == ("abort", False)
         assert outcome.reason == "those who agree on another average are gone"
-        assert quorums[1].commit(first, offers, "cd") == outcome, "which counts for them too, if they come back"
+        assert quorums[1].commit(first, "cd") == outcome, "which counts for them too, if they come back"
     else:
         assert (outcome.kind, outcome.mean, outcome.by) == ("commit", "cd", 1)
 
@@ -528,8 +527,8 @@ def test_who_is_outvoted_waits_for_the_commit_of_the_others_and_aborts_where_the
 def test_a_vote_that_is_damaged_is_not_taken_back(log: RunLog, process: Process) -> None:
     """By it a commit may have been decided: nobody else may say then that the attempt came to nothing."""
     quorums = [Quorum(process(island), Rules(), clock=StillClock()) for island in (0, 1)]
-    attempt = quorums[0].convene(Attempt(1, 0), offer_of(0))
-    assert quorums[0].commit(attempt, [offer_of(0)], "ab").kind == "commit"
+    attempt = replace(quorums[0].convene(Attempt(1, 0), offer_of(0)), offers=(offer_of(0),))
+    assert quorums[0].commit(attempt, "ab").kind == "commit"
     for name in ("plan", "outcome", "votes/00000"):
         log.store.put(f"{attempt.path}/{name}.json", b"")
     with pytest.raises(DiLoCoError, match="may have committed it"):
@@ -542,10 +541,10 @@ def test_a_vote_that_is_damaged_is_not_taken_back(log: RunLog, process: Process)
 
 def test_a_commit_is_not_judged_before_most_have_voted(log: RunLog, process: Process) -> None:
     quorum = Quorum(process(0), Rules(), clock=StillClock())
-    attempt = quorum.convene(Attempt(1, 0), offer_of(0))
+    attempt = replace(quorum.convene(Attempt(1, 0), offer_of(0)), offers=(offer_of(0),))
     with pytest.raises(IslandLostError, match=r"rounds/00000001/00 is committed, but most .* have yet to vote"):
         quorum.refuse_commit(attempt, "cd")
-    assert quorum.commit(attempt, [offer_of(0)], "ab").mean == "ab"
+    assert quorum.commit(attempt, "ab").mean == "ab"
     assert quorum.refuse_commit(attempt, "cd")
     assert not quorum.refuse_commit(attempt, "ab")
 

@@ -61,8 +61,8 @@ def test_a_round_takes_one_answer_of_the_store_and_two_messages(
         one = unanimity(store, island, num_islands, 50.0, links=[links], log=RunLog(counting, store.log.seal))
         for number in (1, 2, 3):
             attempt = convene(one, number, offer_of(island, serial=number))
-            offers = one.offers_of(attempt, "ab")
-            assert [(offer.island, offer.serial) for offer in offers] == [(i, number) for i in range(num_islands)]
+            said = [(offer.island, offer.serial) for offer in attempt.offers]
+            assert said == [(i, number) for i in range(num_islands)]
             assert vote(one, number, f"a{number}").kind == "commit"
             assert (counting.trips, links.num_sent) == (number, 2 * number)
 
@@ -165,7 +165,7 @@ def take_round(one: Unanimity, island: int, has_gone: threading.Event) -> bool:
     """One island's round, with an exchange in which all must take part; whether it is committed."""
     try:
         attempt = convene(one, 1, offer_of(island))
-        outcome = one.abort(attempt, "", "cut") if has_gone.wait(0.003) else one.commit(attempt, [], "ab")
+        outcome = one.abort(attempt, "", "cut") if has_gone.wait(0.003) else one.commit(attempt, "ab")
         if outcome.kind == "commit":
             return True
     except (StopRequested, IslandLostError):
@@ -216,7 +216,7 @@ def test_again_and_again_keeps_the_links_in_step() -> None:
             time.sleep(0.02 if island == 1 else 0)
             attempt = convene(one, number, offer_of(island))
             is_damaged = number == 1 and attempt.number == island < 2
-            outcome = one.abort(attempt, "an offer", "damaged") if is_damaged else one.commit(attempt, [], "ab")
+            outcome = one.abort(attempt, "an offer", "damaged") if is_damaged else one.commit(attempt, "ab")
             kinds.append(outcome.kind)
         return kinds
 
