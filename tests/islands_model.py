@@ -108,14 +108,11 @@ class ScheduledStore:
     """A store of which every operation is a turn of its own; an island may be killed before it or after it."""
 
     tells_changes = False
+    is_near = True  # one after the other: an island has one turn at a time
 
     def __init__(self, store: ObjectStore, turn: Turn) -> None:
         self._store = store
         self._turn = turn
-
-    def ask_together(self, *calls: Callable[[], object]) -> list[object]:
-        """One after the other: an island has one turn at a time."""
-        return [call() for call in calls]
 
     def decide(self, path: str, data: bytes, limit: int) -> object:
         """Two turns: others may act in between."""

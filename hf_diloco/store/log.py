@@ -34,6 +34,7 @@ from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import Awaited, Watch
 from hf_diloco.store.signing import MAX_RECORD_BYTES, Seal
 from hf_diloco.utils.clock import Clock
+from hf_diloco.utils.threads import ask_together
 
 logger = logging.getLogger("hf_diloco")
 
@@ -134,7 +135,8 @@ class RunLog:
         found: dict[str, R] = {}
         for start in range(0, len(paths), _QUESTIONS_AT_ONCE):
             part = paths[start : start + _QUESTIONS_AT_ONCE]
-            records = self.store.ask_together(*(partial(self.read_or_refuse, path, kind) for path in part))
+            calls = [partial(self.read_or_refuse, path, kind) for path in part]
+            records = [call() for call in calls] if self.store.is_near else ask_together(*calls)
             found |= {path: record for path, record in zip(part, records, strict=True) if record is not None}
         return found
 

@@ -30,7 +30,6 @@ from hf_diloco.store.failures import (
 )
 from hf_diloco.store.folder import Entry, NoFileError
 from hf_diloco.store.question import Answer, Question, Sights
-from hf_diloco.utils.threads import ask_together
 from hf_diloco.utils.urls import MAX_PATH, check_store_url, is_object_path
 
 P = ParamSpec("P")
@@ -187,15 +186,10 @@ class ObjectStore:
         assert isinstance(self._backend, Server)
         return self._write("answer", "a question", self._backend.ask, question)
 
-    def ask_together(self, *calls: Callable[[], Any]) -> list[Any]:
-        """What several calls of this store return, in their order. A store far away is asked at once, by threads; one
-        that is near has answered before they have begun.
-
-        Raises:
-            StoreError: what the first of those that failed raised.
-        """
-        is_near = self._scheme in NEAR or self.sights.current is not None
-        return [call() for call in calls] if is_near else ask_together(*calls)
+    @property
+    def is_near(self) -> bool:
+        """Whether it answers at once; else several calls are made together, by threads."""
+        return self._scheme in NEAR or self.sights.current is not None
 
     def put(
         self,

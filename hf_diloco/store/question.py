@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from hf_diloco.utils.clock import Clock
+from hf_diloco.utils.threads import ask_together
 from hf_diloco.utils.urls import is_object_path
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Watch:
         if self.store.tells_changes:
             return self._ask_at_once(questions)
         self._rest()
-        return self.store.ask_together(*questions)
+        return [question() for question in questions] if self.store.is_near else ask_together(*questions)
 
     def _ask_at_once(self, questions: Sequence[Callable[[], Any]]) -> list[Any]:
         before, begun = self._sight, self.clock.now()

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from hf_diloco.rounds import open as opening
-from hf_diloco.store import objects
+from hf_diloco.store import log, objects, question
 from hf_diloco.store.backends import Cloud
 from hf_diloco.store.question import MAX_WAIT_SECONDS
 from hf_diloco.utils.threads import ask_together
@@ -112,7 +112,8 @@ def num_requests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         return getattr(numbers, "own", 0)
 
     monkeypatch.setattr(objects.ObjectStore, "_ask", counted(objects.ObjectStore._ask))
-    monkeypatch.setattr(objects, "ask_together", counted(ask_together))
+    for module in (log, question):
+        monkeypatch.setattr(module, "ask_together", counted(ask_together))
     return count
 
 
