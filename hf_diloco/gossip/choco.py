@@ -27,8 +27,6 @@ from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors, blocks
 from hf_diloco.gossip.neighbours import MixedPiece, Neighbours, Piece
-from hf_diloco.gossip.published import Published
-from hf_diloco.gossip.records import Record
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.workspace import Workspace
@@ -40,18 +38,20 @@ MIN_CODED_VALUES = 256
 """Shorter vectors travel as they are: they say something, as the wish to end does, and are no parameters."""
 
 
-def with_payload(inner: Neighbours, payload: str) -> Neighbours:
-    """`inner`, with vectors that travel in this format.
+def with_payload(neighbours: Neighbours, payload: str) -> Neighbours:
+    """`neighbours`, whose vectors travel in this format from now on.
 
     Args:
-        inner: one node's end of the graph.
+        neighbours: one node's end of the graph.
         payload: a codec's name; fp32: as they are.
 
     Raises:
         ConfigError: the graph changes.
     """
     codec = CODECS[payload]
-    return inner if codec.is_exact else CodedNeighbours(inner, codec)
+    if not codec.is_exact:
+        neighbours.coding = Differences(neighbours, codec)
+    return neighbours
 
 
 def check_static(topology: Topology, payload: str) -> None:
@@ -64,41 +64,37 @@ def check_static(topology: Topology, payload: str) -> None:
         )
 
 
-class CodedNeighbours(Neighbours):
-    """Equations and source above; all else is the inner's. For vectors of fp32, on a graph that does not change.
+class Differences:
+    """Equations and source above. For vectors of fp32, on a graph that does not change.
 
     Bits do not depend on the transport. A neighbour that is lost leaves its weight to the node itself, and its replica
     is dropped. All nodes must call `rekey` before the same exchanges.
 
     Args:
-        inner: how bytes travel.
+        neighbours: how bytes travel.
         codec: Q.
 
     Raises:
         ConfigError: the graph changes.
     """
 
-    def __init__(self, inner: Neighbours, codec: Codec) -> None:
-        check_static(inner.topology, codec.name)
-        self.node = inner.node
-        self.num_nodes = inner.num_nodes
-        self.topology = inner.topology
-        self.is_on_host = inner.is_on_host
-        self.is_returning = inner.is_returning
-        self._inner = inner
+    def __init__(self, neighbours: Neighbours, codec: Codec) -> None:
+        self.graph, self.node = neighbours.topology, neighbours.node
+        check_static(self.graph, codec.name)
         self._codec = codec
-        self._peers = self.topology.neighbours(self.node)
-        self._receivers = self.topology.receivers(self.node)
-        self._replicas: list[_Replicas] = []
+        self._peers = self.graph.neighbours(self.node)
+        self._receivers = self.graph.receivers(self.node)
+        self.replicas: list[Replicas] = []
         self._has_key = False
         self._lives: dict[int, int] = {}  # of the edges over which something has been exchanged since the key
         self._codes: dict[int, torch.Tensor] = {}
 
-    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        of_neighbours = self._weights_of(topology or self.topology)
+    def mix(self, neighbours: Neighbours, vectors: Vectors, outs: Vectors, topology: Topology) -> Traffic:
+        """See `Neighbours.mix`."""
+        of_neighbours = self._weights_of(topology)
         self._prepare(vectors)
         peers = {*of_neighbours, *self._receivers}
-        lives = {peer: life for peer in sorted(peers) if (life := self._inner.life(peer)) is not None}
+        lives = {peer: life for peer in sorted(peers) if (life := neighbours.life(peer)) is not None}
         exchange = _Exchange(
             codec=self._codec,
             weights={peer: weight for peer, weight in of_neighbours.items() if peer in lives},
@@ -109,50 +105,25 @@ class CodedNeighbours(Neighbours):
         )
         pieces: list[Piece] = []
         for number, (own, out) in enumerate(zip(vectors, outs, strict=True)):
-            pieces += _cut(exchange, own, out, self._replicas[number])
-        traffic = self._inner.swap(pieces)
+            pieces += _cut(exchange, own, out, self.replicas[number])
+        traffic = neighbours.swap(pieces)
         self._has_key = True
-        self._lives = {peer: life for peer, life in lives.items() if self._inner.life(peer) == life}
-        for replicas in self._replicas:
+        self._lives = {peer: life for peer, life in lives.items() if neighbours.life(peer) == life}
+        for replicas in self.replicas:
             replicas.others = {peer: other for peer, other in replicas.others.items() if peer in self._lives}
         return traffic
 
     def rekey(self) -> None:
+        """See `Neighbours.rekey`."""
         self._has_key = False
         self._lives.clear()
 
-    def published(self) -> Published:
+    def refuse_published(self) -> None:
+        """Raises `UnsupportedError`: nobody keeps a replica of what others may take at any time."""
         raise UnsupportedError(
             f"payload={self._codec.name} is for nodes that meet, and not for those that take what others published: "
             "set payload to fp32"
         )
-
-    def average(self, vector: torch.Tensor) -> Traffic:
-        return self._inner.average(vector)
-
-    @property
-    def averaged_over(self) -> tuple[int, ...]:
-        return self._inner.averaged_over
-
-    def share(self, topic: str, record: Record) -> list[Record]:
-        return self._inner.share(topic, record)
-
-    def recall(self, topic: str) -> list[Record]:
-        return self._inner.recall(topic)
-
-    def offer(self, x: torch.Tensor, step: int) -> None:
-        self._inner.offer(x, step)
-
-    def enter(self, x: torch.Tensor) -> int:
-        step = self._inner.enter(x)
-        self.is_returning = False
-        return step
-
-    def take_news(self) -> list[str]:
-        return self._inner.take_news()
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _weights_of(self, topology: Topology) -> dict[int, float]:
         """Weights of the neighbours: the same in every exchange, as each keeps replicas of the others."""
@@ -167,7 +138,7 @@ class CodedNeighbours(Neighbours):
     def _prepare(self, vectors: Vectors) -> None:
         """Makes room for the replicas of these vectors, where it is not there."""
         sizes = [vector.numel() for vector in vectors]
-        if sizes == [replicas.own.numel() for replicas in self._replicas]:
+        if sizes == [replicas.own.numel() for replicas in self.replicas]:
             return
         for vector in vectors:
             if vector.dtype != torch.float32 and vector.numel() >= MIN_CODED_VALUES:
@@ -175,20 +146,20 @@ class CodedNeighbours(Neighbours):
                     f"payload={self._codec.name}: codes are of float32 values, but the vectors are of {vector.dtype}: "
                     "keep parameters in float32, or set payload to fp32"
                 )
-        self._replicas = [_Replicas(torch.empty_like(vector)) for vector in vectors]
+        self.replicas = [Replicas(torch.empty_like(vector)) for vector in vectors]
         self.rekey()
 
 
 @dataclass
-class _Replicas:
+class Replicas:
     """Replicas of one vector: this node's, as the others know it, and each neighbour's; fp32, of its size."""
 
     own: torch.Tensor
     others: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def part(self, where: slice) -> _Replicas:
+    def part(self, where: slice) -> Replicas:
         """The replicas of some of the values."""
-        return _Replicas(self.own[where], {peer: other[where] for peer, other in self.others.items()})
+        return Replicas(self.own[where], {peer: other[where] for peer, other in self.others.items()})
 
 
 @dataclass(frozen=True)
@@ -212,7 +183,7 @@ class _Exchange:
     codes: dict[int, torch.Tensor]
 
 
-def _cut(exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: _Replicas) -> list[Piece]:
+def _cut(exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: Replicas) -> list[Piece]:
     """The pieces of one vector."""
     if own.numel() < MIN_CODED_VALUES:
         return [MixedPiece(exchange.weights, exchange.receivers, own, out)]
@@ -226,7 +197,7 @@ def _cut(exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: _R
 class _Difference(Piece):
     """A part of one vector: its difference to the replica in code, the replica itself where the edge is new."""
 
-    def __init__(self, exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: _Replicas) -> None:
+    def __init__(self, exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: Replicas) -> None:
         size, whole = exchange.codec.num_bytes(own.numel()), own.nbytes
         self.bytes_to = {peer: whole if peer in exchange.new else size for peer in exchange.receivers}
         self.bytes_from = {peer: whole if peer in exchange.new else size for peer in exchange.weights}

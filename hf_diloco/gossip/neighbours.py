@@ -18,10 +18,12 @@ from hf_diloco.gossip.averages import Vectors, mean_, mix_
 from hf_diloco.gossip.published import MemoryPublished, Published, VersionedBuffer
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.transfers import CHUNK_VALUES
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.workspace import Workspace
 
 if TYPE_CHECKING:
+    from hf_diloco.gossip.choco import Differences
     from hf_diloco.methods.topology import Topology
 
 
@@ -93,15 +95,16 @@ class Neighbours(ABC):
         is_on_host: vectors must lie in host memory.
         is_returning: the others go on without this node, which has been there before: call `enter` before the first
             step.
+        coding: of what `mix` moves; None: vectors travel as they are.
     """
 
+    coding: Differences | None = None
     is_on_host: bool = False
     is_returning: bool = False
     node: int
     num_nodes: int
     topology: Topology
 
-    @abstractmethod
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
         """Writes Σ_j w_ij(step) vector_j to `outs`; vectors of one step travel together.
 
@@ -118,9 +121,22 @@ class Neighbours(ABC):
         Raises:
             IslandLostError: a node did not come in time.
         """
+        topology = topology or self.topology
+        if self.coding is not None:
+            return self.coding.mix(self, vectors, outs, topology)
+        row = topology.weights(step)[self.node].tolist()
+        weights = {peer: row[peer] for peer in topology.neighbours(self.node, step)}
+        receivers = topology.receivers(self.node, step)
+        pieces: list[Piece] = []
+        for own, out in zip(vectors, outs, strict=True):
+            size = CHUNK_VALUES if self.is_on_host else max(1, own.numel())
+            # Whole blocks of `mix_`, so that nothing depends on how vectors are cut.
+            cut = zip(own.split(size), out.split(size), strict=True)
+            pieces += (MixedPiece(weights, receivers, *pair) for pair in cut)
+        return self.swap(pieces)
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
-        """Moves bytes to receivers and from neighbours, which a graph that does not change has; `mix` is made of it.
+        """Moves bytes to receivers and from neighbours; `mix` is made of it.
 
         Returns:
             What crossed the node's boundary.
@@ -226,8 +242,10 @@ class Neighbours(ABC):
         """Tells the connection to a neighbour from earlier and later ones, at both its ends; None: it is lost."""
         return 0
 
-    def rekey(self) -> None:  # noqa: B027 - most have nothing to forget
+    def rekey(self) -> None:
         """Has the next exchange depend on nothing that was exchanged before: called on all nodes at the same step."""
+        if self.coding is not None:
+            self.coding.rekey()
 
     def take_news(self) -> list[str]:
         """What happened to neighbours since the last call, a line each."""
@@ -312,21 +330,6 @@ class MemoryNeighbours(Neighbours):
         self.num_nodes = graph.num_nodes
         self.topology = graph.topology
 
-    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        topology = topology or self.topology
-        weights = topology.weights(step)[self.node].tolist()
-
-        def combine(given: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
-            for index, (own, out) in enumerate(zip(vectors, outs, strict=True)):
-                others = [(w, given[j][index]) for j, w in enumerate(weights) if w and j != self.node]
-                mix_(out, own, others)
-
-        self._show(tuple(vectors), combine)
-        size = sum(vector.nbytes for vector in vectors)
-        return Traffic(
-            size * len(topology.receivers(self.node, step)), size * len(topology.neighbours(self.node, step))
-        )
-
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         def finish(given: Mapping[int, list[Mapping[int, torch.Tensor]]]) -> None:
             for number, piece in enumerate(pieces):
@@ -356,6 +359,8 @@ class MemoryNeighbours(Neighbours):
         return [unpack_record(topic, node, bytes_of) for node, bytes_of in enumerate(shown)]
 
     def published(self) -> MemoryPublished:
+        if self.coding is not None:
+            self.coding.refuse_published()
         return MemoryPublished(self._graph.all_versioned, self.node)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_diloco.errors import ExchangeError, IslandLostError, UnsupportedError
-from hf_diloco.gossip import mesh as mesh_module
+from hf_diloco.gossip import neighbours as neighbours_module
 from hf_diloco.gossip.averages import Vectors, mix_
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.mesh.store import lost_key
@@ -95,7 +95,7 @@ def in_mesh(
 @pytest.mark.parametrize("method", list(COMBINE_FIRST))
 @pytest.mark.parametrize("graph", ["ring", "one-peer-exponential"])
 def test_every_bit_is_the_same(graph: str, method: str, store: KeptStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "CHUNK_VALUES", 96)
+    monkeypatch.setattr(neighbours_module, "CHUNK_VALUES", 96)
     topology = make_topology(graph, 4)
 
     def steps(begins: Callable[[int, int], bool]) -> Callable[[Node], list[Any]]:

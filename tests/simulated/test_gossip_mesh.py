@@ -19,7 +19,7 @@ from hf_diloco.errors import (
     PayloadError,
     UnsupportedError,
 )
-from hf_diloco.gossip import mesh as mesh_module
+from hf_diloco.gossip import neighbours as neighbours_module
 from hf_diloco.gossip.averages import mix_
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.mesh import MeshNeighbours, joining
@@ -91,7 +91,7 @@ def test_a_mesh_mixes_what_memory_mixes(
 ) -> None:
     """Vectors of nothing, of a part of a chunk, of more chunks than are in flight; one, and two together."""
     chunk = 96  # as whole blocks are, a multiple of what a processor adds at once
-    monkeypatch.setattr(mesh_module, "CHUNK_VALUES", chunk)
+    monkeypatch.setattr(neighbours_module, "CHUNK_VALUES", chunk)
     topology = make_topology(graph, num_nodes)
     sizes = [(0,), (1,), (chunk,), (7, 3 * chunk + 5), (20 * chunk + 1,), (0, 4)]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.gossip import choco as replicas
-from hf_diloco.gossip.choco import CodedNeighbours, with_payload
+from hf_diloco.gossip.choco import Differences, with_payload
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
 from hf_diloco.methods.gossip import make_optimizer
@@ -43,10 +43,15 @@ def mixed(neighbours: Neighbours, vector: torch.Tensor, step: int = 0) -> torch.
     return out
 
 
-def coded(inner: Neighbours, payload: str) -> CodedNeighbours:
+def coded(inner: Neighbours, payload: str) -> Neighbours:
     neighbours = with_payload(inner, payload)
-    assert isinstance(neighbours, CodedNeighbours)
+    assert neighbours.coding is not None
     return neighbours
+
+
+def replicas_of(end: Neighbours) -> list[replicas.Replicas]:
+    assert end.coding is not None
+    return end.coding.replicas
 
 
 def repeat(topology: Topology, start: Sequence[torch.Tensor], payload: str, num_steps: int) -> tuple[Array, list[Any]]:
@@ -66,12 +71,12 @@ def repeat(topology: Topology, start: Sequence[torch.Tensor], payload: str, num_
     return history, ends
 
 
-def check_replicas(ends: Sequence[CodedNeighbours]) -> None:
+def check_replicas(ends: Sequence[Neighbours]) -> None:
     """What a node holds of another is what that one holds of itself, bit for bit."""
     for end in ends:
-        for number, mine in enumerate(end._replicas):
+        for number, mine in enumerate(replicas_of(end)):
             for peer, other in mine.others.items():
-                assert torch.equal(other, ends[peer]._replicas[number].own), (end.node, peer, number)
+                assert torch.equal(other, replicas_of(ends[peer])[number].own), (end.node, peer, number)
 
 
 # Fixed vectors
@@ -161,7 +166,8 @@ def test_it_is_its_equation(graph: str) -> None:
     memory = MemoryGraph(topology)
 
     def node(number: int) -> list[Array]:
-        neighbours, mine, outs = CodedNeighbours(memory.node(number), Whole()), torch.zeros(300), []
+        neighbours, mine, outs = memory.node(number), torch.zeros(300), []
+        neighbours.coding = Differences(neighbours, Whole())
         for push in pushes:
             mine = mixed(neighbours, mine + torch.from_numpy(push[number]).float())
             outs.append(mine.double().numpy())
@@ -174,7 +180,7 @@ def test_it_is_its_equation(graph: str) -> None:
 
 def test_fp32_is_what_it_was() -> None:
     inner = MemoryGraph(make_topology("random-matching", 4)).node(0)
-    assert with_payload(inner, "fp32") is inner
+    assert with_payload(inner, "fp32").coding is None
 
 
 # Methods
@@ -220,7 +226,7 @@ def test_methods_end_where_they_end_without_codes(method: str, settings: dict[st
 # Sockets
 
 
-def in_mesh(store: KeptStore, topology: Topology, payload: str, talk: Callable[[int, CodedNeighbours], T]) -> list[T]:
+def in_mesh(store: KeptStore, topology: Topology, payload: str, talk: Callable[[int, Neighbours], T]) -> list[T]:
     return talk_together(topology.num_nodes, lambda node: coded(join(store, topology, node), payload), talk)
 
 
@@ -233,7 +239,7 @@ def test_a_mesh_computes_what_memory_computes(
     monkeypatch.setattr(replicas, "PIECE_VALUES", 512)
     topology, sizes = make_topology(graph, num_nodes), (9 * 512 + 77, 300, 1)
 
-    def talk(node: int, neighbours: CodedNeighbours) -> list[Any]:
+    def talk(node: int, neighbours: Neighbours) -> list[Any]:
         results: list[Any] = []
         for step in range(6):
             if step == 4:
@@ -281,15 +287,15 @@ def test_the_others_go_on_without_a_node_that_leaves(graph: str, num_nodes: int,
         lost = {leaver} if step >= 3 else set()
         expected.append([equation(topology, vectors, known, node, lost) for node in range(num_nodes)])
 
-    def talk(node: int, neighbours: CodedNeighbours) -> None:
+    def talk(node: int, neighbours: Neighbours) -> None:
         for step in range(6):
             if node == leaver and step == 3:
                 neighbours.close()
                 return
             out = mixed(neighbours, values(node, step, 1000), step)
             torch.testing.assert_close(out.double(), expected[step][node], rtol=0, atol=1e-6)
-        assert leaver not in neighbours._replicas[0].others
-        assert all(torch.equal(other, known[peer]) for peer, other in neighbours._replicas[0].others.items())
+        assert leaver not in replicas_of(neighbours)[0].others
+        assert all(torch.equal(other, known[peer]) for peer, other in replicas_of(neighbours)[0].others.items())
 
     in_mesh(store, topology, "int8", talk)
 
@@ -302,12 +308,12 @@ def test_a_node_returns_and_is_known_again(graph: str, store: KeptStore) -> None
     ended, last, entered = threading.Barrier(num_nodes), [10**6], [0]
     traffic: dict[tuple[int, int], Traffic] = {}
 
-    def step_once(neighbours: CodedNeighbours, x: torch.Tensor, step: int) -> torch.Tensor:
+    def step_once(neighbours: Neighbours, x: torch.Tensor, step: int) -> torch.Tensor:
         neighbours.offer(x, step)
         traffic[neighbours.node, step] = neighbours.mix((x,), (out := torch.empty_like(x),), step)
         return out + 0.01 * values(neighbours.node, step, size)
 
-    def survive(node: int) -> CodedNeighbours:
+    def survive(node: int) -> Neighbours:
         neighbours, x, step = coded(join(store, topology, node), payload), values(node, 0, size), 0
         neighbours.share("join", {"node": node})
         while step < last[0]:
@@ -315,7 +321,7 @@ def test_a_node_returns_and_is_known_again(graph: str, store: KeptStore) -> None
             step += 1
         return neighbours
 
-    def leave_and_return() -> CodedNeighbours:
+    def leave_and_return() -> Neighbours:
         neighbours, x = coded(join(store, topology, leaver), payload), values(leaver, 0, size)
         neighbours.share("join", {"node": leaver})
         for step in range(4):
@@ -332,7 +338,7 @@ def test_a_node_returns_and_is_known_again(graph: str, store: KeptStore) -> None
             step += 1
         return neighbours
 
-    def talk(node: int) -> CodedNeighbours:
+    def talk(node: int) -> Neighbours:
         neighbours = leave_and_return() if node == leaver else survive(node)
         ended.wait(LONG)
         neighbours.close()
@@ -405,4 +411,4 @@ def test_own_weights_that_never_change() -> None:
     weights = np.array([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]])
     history, ends = repeat(PeriodicTopology("mine", weights), [values(node, 0, 400) for node in range(3)], "int8", 60)
     assert np.abs(history[-1] - history[0].mean(0)).max() < 1e-6
-    assert list(ends[0]._replicas[0].others) == [1]
+    assert list(replicas_of(ends[0])[0].others) == [1]

@@ -14,7 +14,6 @@ from contextlib import suppress
 import torch
 
 from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError
-from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.mesh.average import GroupAverage
 from hf_diloco.gossip.mesh.edges import Endpoint, edge_peers
 from hf_diloco.gossip.mesh.entry import Entry, FreeEntry
@@ -23,7 +22,7 @@ from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.rejoin import Reception
 from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
-from hf_diloco.gossip.neighbours import MixedPiece, Neighbours, Piece
+from hf_diloco.gossip.neighbours import Neighbours, Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
 from hf_diloco.membership.heartbeats import Members
@@ -31,7 +30,6 @@ from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.torch_store import ValueStore
 from hf_diloco.transport.base import RateLimit, Traffic
-from hf_diloco.transport.transfers import CHUNK_VALUES
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -129,19 +127,6 @@ class MeshNeighbours(Neighbours):
 
     # Exchanges.
 
-    def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        topology = topology or self.topology
-        row = topology.weights(step)[self.node].tolist()
-        weights = {peer: row[peer] for peer in topology.neighbours(self.node, step)}
-        receivers = topology.receivers(self.node, step)
-        # Whole blocks of `mix_`, so that nothing depends on how vectors are cut.
-        pieces = [
-            MixedPiece(weights, receivers, one, into)
-            for own, out in zip(vectors, outs, strict=True)
-            for one, into in zip(own.split(CHUNK_VALUES), out.split(CHUNK_VALUES), strict=True)
-        ]
-        return self.swap(pieces)
-
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         num_bytes = sum(sum(piece.bytes_to.values()) for piece in pieces)
         what, otherwise = "node sends in a step", "choose a graph with fewer neighbours"
@@ -221,6 +206,8 @@ class MeshNeighbours(Neighbours):
 
     def published(self) -> Published:
         """As `Neighbours.published`. From then on nodes are not in step: who returns is let in at once."""
+        if self.coding is not None:
+            self.coding.refuse_published()
         self._group.is_in_step = False
         published = MeshPublished(self._endpoint, self.peers, f"{self._board.name}/published")
         for peer, edge in sorted(self._edges.items()):
