@@ -18,7 +18,7 @@ checkpoint goes on as the run that wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -76,18 +76,29 @@ class Differences:
 
     Raises:
         ConfigError: the graph changes.
+
+    Attributes:
+        replicas: of each vector.
+        weights: of the neighbours that are there, in this exchange.
+        receivers: those that are there.
+        new: of both, those over whose edge nothing has been exchanged since the key.
+        has_key: whether this node has a replica of itself; if not, the vector becomes it.
+        codes: memory for each slot, which lasts.
     """
 
     def __init__(self, neighbours: Neighbours, codec: Codec) -> None:
         self.graph, self.node = neighbours.topology, neighbours.node
         check_static(self.graph, codec.name)
-        self._codec = codec
+        self.codec = codec
         self._peers = self.graph.neighbours(self.node)
         self._receivers = self.graph.receivers(self.node)
         self.replicas: list[Replicas] = []
-        self._has_key = False
+        self.has_key = False
         self._lives: dict[int, int] = {}  # of the edges over which something has been exchanged since the key
-        self._codes: dict[int, torch.Tensor] = {}
+        self.weights: dict[int, float] = {}
+        self.receivers: list[int] = []
+        self.new: set[int] = set()
+        self.codes: dict[int, torch.Tensor] = {}
 
     def mix(self, neighbours: Neighbours, vectors: Vectors, outs: Vectors, topology: Topology) -> Traffic:
         """See `Neighbours.mix`."""
@@ -95,19 +106,17 @@ class Differences:
         self._prepare(vectors)
         peers = {*of_neighbours, *self._receivers}
         lives = {peer: life for peer in sorted(peers) if (life := neighbours.life(peer)) is not None}
-        exchange = _Exchange(
-            codec=self._codec,
-            weights={peer: weight for peer, weight in of_neighbours.items() if peer in lives},
-            receivers=[peer for peer in self._receivers if peer in lives],
-            new={peer for peer, life in lives.items() if self._lives.get(peer) != life},
-            has_key=self._has_key,
-            codes=self._codes,
+        self.weights = {peer: weight for peer, weight in of_neighbours.items() if peer in lives}
+        self.receivers = [peer for peer in self._receivers if peer in lives]
+        self.new = {peer for peer, life in lives.items() if self._lives.get(peer) != life}
+        traffic = neighbours.swap(
+            [
+                piece
+                for own, out, replicas in zip(vectors, outs, self.replicas, strict=True)
+                for piece in self._cut(own, out, replicas)
+            ]
         )
-        pieces: list[Piece] = []
-        for number, (own, out) in enumerate(zip(vectors, outs, strict=True)):
-            pieces += _cut(exchange, own, out, self.replicas[number])
-        traffic = neighbours.swap(pieces)
-        self._has_key = True
+        self.has_key = True
         self._lives = {peer: life for peer, life in lives.items() if neighbours.life(peer) == life}
         for replicas in self.replicas:
             replicas.others = {peer: other for peer, other in replicas.others.items() if peer in self._lives}
@@ -115,13 +124,13 @@ class Differences:
 
     def rekey(self) -> None:
         """See `Neighbours.rekey`."""
-        self._has_key = False
+        self.has_key = False
         self._lives.clear()
 
     def refuse_published(self) -> None:
         """Raises `UnsupportedError`: nobody keeps a replica of what others may take at any time."""
         raise UnsupportedError(
-            f"payload={self._codec.name} is for nodes that meet, and not for those that take what others published: "
+            f"payload={self.codec.name} is for nodes that meet, and not for those that take what others published: "
             "set payload to fp32"
         )
 
@@ -129,7 +138,7 @@ class Differences:
         """Weights of the neighbours: the same in every exchange, as each keeps replicas of the others."""
         if not topology.is_static or topology.neighbours(self.node) != self._peers:
             raise UnsupportedError(
-                f"payload={self._codec.name} goes with one graph only, and not with pairs that are drawn: set payload "
+                f"payload={self.codec.name} goes with one graph only, and not with pairs that are drawn: set payload "
                 "to fp32"
             )
         weights = topology.weights()[self.node].tolist()
@@ -143,11 +152,21 @@ class Differences:
         for vector in vectors:
             if vector.dtype != torch.float32 and vector.numel() >= MIN_CODED_VALUES:
                 raise UnsupportedError(
-                    f"payload={self._codec.name}: codes are of float32 values, but the vectors are of {vector.dtype}: "
+                    f"payload={self.codec.name}: codes are of float32 values, but the vectors are of {vector.dtype}: "
                     "keep parameters in float32, or set payload to fp32"
                 )
         self.replicas = [Replicas(torch.empty_like(vector)) for vector in vectors]
         self.rekey()
+
+    def _cut(self, own: torch.Tensor, out: torch.Tensor, replicas: Replicas) -> list[Piece]:
+        """The pieces of one vector."""
+        if own.numel() < MIN_CODED_VALUES:
+            return [MixedPiece(self.weights, self.receivers, own, out)]
+        for peer in self.weights:
+            if peer not in replicas.others:
+                replicas.others[peer] = torch.empty_like(own)
+        wheres = [slice(low, min(low + PIECE_VALUES, own.numel())) for low in range(0, own.numel(), PIECE_VALUES)]
+        return [_Difference(self, own[where], out[where], replicas.part(where)) for where in wheres]
 
 
 @dataclass
@@ -162,66 +181,34 @@ class Replicas:
         return Replicas(self.own[where], {peer: other[where] for peer, other in self.others.items()})
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """What the pieces of one exchange have in common.
-
-    Attributes:
-        codec: Q.
-        weights: of the neighbours that are there.
-        receivers: those that are there.
-        new: of both, those over whose edge nothing has been exchanged since the key.
-        has_key: whether this node has a replica of itself; if not, the vector becomes it.
-        codes: memory for each slot, which lasts.
-    """
-
-    codec: Codec
-    weights: Mapping[int, float]
-    receivers: Collection[int]
-    new: Collection[int]
-    has_key: bool
-    codes: dict[int, torch.Tensor]
-
-
-def _cut(exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: Replicas) -> list[Piece]:
-    """The pieces of one vector."""
-    if own.numel() < MIN_CODED_VALUES:
-        return [MixedPiece(exchange.weights, exchange.receivers, own, out)]
-    for peer in exchange.weights:
-        if peer not in replicas.others:
-            replicas.others[peer] = torch.empty_like(own)
-    wheres = [slice(low, min(low + PIECE_VALUES, own.numel())) for low in range(0, own.numel(), PIECE_VALUES)]
-    return [_Difference(exchange, own[where], out[where], replicas.part(where)) for where in wheres]
-
-
 class _Difference(Piece):
     """A part of one vector: its difference to the replica in code, the replica itself where the edge is new."""
 
-    def __init__(self, exchange: _Exchange, own: torch.Tensor, out: torch.Tensor, replicas: Replicas) -> None:
-        size, whole = exchange.codec.num_bytes(own.numel()), own.nbytes
-        self.bytes_to = {peer: whole if peer in exchange.new else size for peer in exchange.receivers}
-        self.bytes_from = {peer: whole if peer in exchange.new else size for peer in exchange.weights}
-        self._exchange = exchange
+    def __init__(self, coding: Differences, own: torch.Tensor, out: torch.Tensor, replicas: Replicas) -> None:
+        size, whole = coding.codec.num_bytes(own.numel()), own.nbytes
+        self.bytes_to = {peer: whole if peer in coding.new else size for peer in coding.receivers}
+        self.bytes_from = {peer: whole if peer in coding.new else size for peer in coding.weights}
+        self._coding = coding
         self._own = own
         self._out = out
         self._replicas = replicas
 
     def give(self, slot: int) -> Mapping[int, torch.Tensor]:
-        exchange, whole = self._exchange, self._replicas.own
-        if not exchange.has_key:
+        coding, whole = self._coding, self._replicas.own
+        if not coding.has_key:
             whole.copy_(self._own)
             return dict.fromkeys(self.bytes_to, whole.view(torch.uint8))
-        code, codec = self._code(slot), exchange.codec
+        code, codec = self._code(slot), coding.codec
         for where in blocks(self._own):
             own, replica, part = self._own[where], whole[where], code[codec.locate(where.start, where.stop)]
             difference = torch.sub(own, replica, out=_scratch(own))
             codec.encode(difference, part)
             codec.decode(part, difference)
             replica.add_(difference)
-        return {peer: whole.view(torch.uint8) if peer in exchange.new else code for peer in self.bytes_to}
+        return {peer: whole.view(torch.uint8) if peer in coding.new else code for peer in self.bytes_to}
 
     def finish(self, received: Mapping[int, torch.Tensor]) -> None:
-        weights = {peer: weight for peer, weight in self._exchange.weights.items() if peer in received}
+        weights = {peer: weight for peer, weight in self._coding.weights.items() if peer in received}
         for where in blocks(self._own):
             own, replica, mixed = self._own[where], self._replicas.own[where], self._out[where]
             difference = _scratch(own)
@@ -236,8 +223,8 @@ class _Difference(Piece):
         self, peer: int, received: torch.Tensor, where: slice, other: torch.Tensor, scratch: torch.Tensor
     ) -> None:
         """Brings a neighbour's replica to where it has its own, to the last bit: by the same two operations."""
-        codec = self._exchange.codec
-        if peer in self._exchange.new:
+        codec = self._coding.codec
+        if peer in self._coding.new:
             other.copy_(received.view(torch.float32)[where])
         else:
             codec.decode(received[codec.locate(where.start, where.stop)], scratch)
@@ -245,8 +232,8 @@ class _Difference(Piece):
 
     def _code(self, slot: int) -> torch.Tensor:
         """Room for the code, which no other piece in flight has."""
-        codes, device = self._exchange.codes, self._own.device
-        size = self._exchange.codec.num_bytes(self._own.numel())
+        codes, device = self._coding.codes, self._own.device
+        size = self._coding.codec.num_bytes(self._own.numel())
         known = codes.get(slot)
         if known is None or known.numel() < size or known.device != device:
             known = codes[slot] = torch.empty(size, dtype=torch.uint8, device=device)
