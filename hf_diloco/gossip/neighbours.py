@@ -6,20 +6,20 @@ the order of the nodes' numbers. So nodes that are threads of one process get th
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
+from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.gossip.averages import Vectors, mean_, mix_
 from hf_diloco.gossip.published import MemoryPublished, Published, VersionedBuffer
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.transport.base import Traffic
+from hf_diloco.transport.memory import Swaps
 from hf_diloco.transport.transfers import CHUNK_VALUES
-from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -259,43 +259,6 @@ class Neighbours(ABC):
 _workspace = Workspace()
 
 
-class _Meeting:
-    """Where all nodes wait for each other, again and again.
-
-    Unlike `threading.Barrier`'s, a meeting that all have come to counts also for who wakes up from it only after
-    another one has left: under load that is seconds later.
-    """
-
-    def __init__(self, num_nodes: int) -> None:
-        self._changed = threading.Condition()
-        self._arrivals = [0] * num_nodes
-        self._is_over = False
-
-    def wait(self, node: int, timeout: float) -> list[int]:
-        """Returns the nodes that did not come, and will not be waited for again: none, if all have."""
-        with self._changed:
-            self._arrivals[node] += 1
-            number = self._arrivals[node]
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_over or not self._missing(number), timeout)
-            missing = self._missing(number)
-            if missing:
-                self._end()
-            return missing
-
-    def leave(self) -> None:
-        """Ends the wait for nodes that have not come."""
-        with self._changed:
-            self._end()
-
-    def _missing(self, number: int) -> list[int]:
-        return [node for node, count in enumerate(self._arrivals) if count < number]
-
-    def _end(self) -> None:
-        self._is_over = True
-        self._changed.notify_all()
-
-
 class MemoryGraph:
     """The shared ground of nodes that are threads of one process; `node(i)` gives each its end."""
 
@@ -307,9 +270,7 @@ class MemoryGraph:
         """
         self.topology = topology
         self.num_nodes = topology.num_nodes
-        self.timeout = timeout
-        self.meeting = _Meeting(self.num_nodes)
-        self.given: dict[int, Any] = {}
+        self.swaps = Swaps(self.num_nodes, timeout, "node")
         self.all_versioned = [VersionedBuffer() for _ in range(self.num_nodes)]
 
     def node(self, number: int) -> MemoryNeighbours:
@@ -331,11 +292,9 @@ class MemoryNeighbours(Neighbours):
         self.topology = graph.topology
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
-        def finish(given: Mapping[int, list[Mapping[int, torch.Tensor]]]) -> None:
+        with self._shown([piece.give(slot) for slot, piece in enumerate(pieces)]) as given:
             for number, piece in enumerate(pieces):
                 piece.finish({peer: given[peer][number][self.node] for peer in piece.bytes_from})
-
-        self._show([piece.give(slot) for slot, piece in enumerate(pieces)], finish)
         return Traffic(
             sum(sum(piece.bytes_to.values()) for piece in pieces),
             sum(sum(piece.bytes_from.values()) for piece in pieces),
@@ -343,20 +302,15 @@ class MemoryNeighbours(Neighbours):
 
     def average(self, vector: torch.Tensor) -> Traffic:
         mean = _workspace.take("mean", vector.numel(), vector.dtype, vector.device)
-        self._show((vector,), lambda given: mean_(mean, [given[node][0] for node in range(self.num_nodes)]))
+        with self._shown(vector) as given:
+            mean_(mean, given)
         vector.copy_(mean)
         num_bytes = 2 * (self.num_nodes - 1) * vector.numel() * vector.itemsize // self.num_nodes
         return Traffic(num_bytes, num_bytes)  # as an all-reduce in a ring, or a reduce-scatter and an all-gather
 
     def share(self, topic: str, record: Record) -> list[Record]:
-        packed = torch.frombuffer(bytearray(pack_record(topic, record)), dtype=torch.uint8)
-        shown: list[bytes] = []
-
-        def read(given: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
-            shown.extend(bytes(given[node][0].tolist()) for node in range(self.num_nodes))
-
-        self._show((packed,), read)
-        return [unpack_record(topic, node, bytes_of) for node, bytes_of in enumerate(shown)]
+        with self._shown(pack_record(topic, record)) as packed:
+            return [unpack_record(topic, node, one) for node, one in enumerate(packed)]
 
     def published(self) -> MemoryPublished:
         if self.coding is not None:
@@ -364,19 +318,10 @@ class MemoryNeighbours(Neighbours):
         return MemoryPublished(self._graph.all_versioned, self.node)
 
     def close(self) -> None:
-        self._graph.meeting.leave()
+        self._graph.swaps.leave(self.node)
 
-    def _show(self, given: Any, combine: Callable[[Mapping[int, Any]], None]) -> None:
-        """Shows `given` to all nodes, and calls `combine` with what all show."""
-        graph = self._graph
-        graph.given[self.node] = given
-        self._wait()
-        combine(graph.given)
-        self._wait()  # until all have read: from then on vectors may change
-
-    def _wait(self) -> None:
-        missing = self._graph.meeting.wait(self.node, self._graph.timeout)
-        if missing:
-            raise IslandLostError(
-                f"{plural('node', len(missing))} {numbers(missing)} did not come to the exchange", missing
-            )
+    @contextmanager
+    def _shown(self, given: Any) -> Iterator[list[Any]]:
+        """What all nodes show, this one `given`; once all have read, vectors may change."""
+        yield self._graph.swaps.swap(self.node, given)
+        self._graph.swaps.swap(self.node, None)

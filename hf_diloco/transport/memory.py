@@ -12,6 +12,7 @@ from hf_diloco.codecs import Codec
 from hf_diloco.errors import IslandLostError
 from hf_diloco.transport.base import BLOCK_VALUES, Exchange, Observer, Traffic, averaged_by_all, weighted_mean
 from hf_diloco.transport.transfers import bytes_to_send
+from hf_diloco.utils.text import name_all
 
 
 class MemoryNetwork:
@@ -26,31 +27,77 @@ class MemoryNetwork:
     def lane(self, name: str, island: int) -> MemoryExchange:
         """Returns island `island`'s end of the lane `name`."""
         with self._lock:
-            lane = self._lanes.setdefault(name, _Lane(self.num_islands))
-        return MemoryExchange(lane, island, self.timeout)
+            lane = self._lanes.setdefault(name, _Lane(self.num_islands, self.timeout))
+        return MemoryExchange(lane, island)
 
 
-class _Lane:
-    """What the islands put down for each other, swap by swap, and who has left."""
+class Swaps:
+    """What the threads of one process put down for each other, swap by swap, and who has left.
 
-    def __init__(self, num_islands: int) -> None:
-        self.num_islands = num_islands
+    Args:
+        num_members: how many threads there are.
+        timeout: seconds that one waits for the others.
+        unit: what messages call one.
+    """
+
+    def __init__(self, num_members: int, timeout: float, unit: str = "island") -> None:
+        self.num_members = num_members
         self.changed = threading.Condition()
-        self.given: dict[int, dict[int, Any]] = {}
+        self.left: set[int] = set()
+        self._timeout = timeout
+        self._unit = unit
+        self._given: dict[int, dict[int, Any]] = {}
+        self._num_swaps = [0] * num_members
+
+    def swap(self, member: int, item: Any) -> list[Any]:
+        """Gives `item` to all and returns what all gave, in the order of the members.
+
+        It counts also for who wakes up from it only after another one has left: under load that is seconds later.
+
+        Raises:
+            IslandLostError: not all came; this one leaves, too.
+        """
+        number = self._num_swaps[member]
+        self._num_swaps[member] += 1
+        with self.changed:
+            given = self._given.setdefault(number, {})
+            given[member] = item
+            self.changed.notify_all()
+            self.changed.wait_for(
+                lambda: len(given) == self.num_members or member in self.left or self.left - given.keys(),
+                self._timeout,
+            )
+            self._given.pop(number - 1, None)  # whoever waits here has taken it
+            absent = set(range(self.num_members)) - given.keys()
+            missing = sorted(absent & self.left or absent)
+        if missing:
+            self.leave(member)
+            raise IslandLostError(f"{name_all(missing, self._unit)} did not come to the exchange", missing)
+        return [given[other] for other in range(self.num_members)]
+
+    def leave(self, member: int) -> None:
+        """Ends the swaps to which this one has not come."""
+        with self.changed:
+            self.left.add(member)
+            self.changed.notify_all()
+
+
+class _Lane(Swaps):
+    """The swaps of one lane, and its messages."""
+
+    def __init__(self, num_islands: int, timeout: float) -> None:
+        super().__init__(num_islands, timeout)
         self.messages: dict[int, dict[int, bytes]] = {}
         self.notify: dict[int, Callable[[], None]] = {}
-        self.left: set[int] = set()
 
 
 class MemoryExchange(Exchange):
     """One thread's end of a lane. Sends nothing anywhere, yet counts the bytes that a mesh would send."""
 
-    def __init__(self, lane: _Lane, island: int, timeout: float) -> None:
+    def __init__(self, lane: _Lane, island: int) -> None:
         self._lane = lane
         self.island = island
-        self.num_islands = lane.num_islands
-        self._timeout = timeout
-        self._num_swaps = 0
+        self.num_islands = lane.num_members
         self._num_messages = 0
 
     def average(
@@ -61,7 +108,7 @@ class MemoryExchange(Exchange):
                 observe(values, values)
             return Traffic()
         size = values.numel()
-        codes = self._swap(_encode(values, codec))
+        codes = self._lane.swap(self.island, _encode(values, codec))
         mean = weighted_mean([_decode(code, size, codec) for code in codes], weights, keep=self.island)
         if not averaged_by_all(self.num_islands, codec):  # as in the mesh: the average travels encoded
             mean = _decode(_encode(mean, codec), size, codec)
@@ -74,7 +121,7 @@ class MemoryExchange(Exchange):
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
         num_bytes = values.numel() * values.itemsize
-        given = self._swap(values.clone() if self.island == source else None)
+        given = self._lane.swap(self.island, values.clone() if self.island == source else None)
         values.copy_(given[source])
         if self.island == source:
             return Traffic(bytes_sent=num_bytes * (self.num_islands - 1))
@@ -97,34 +144,14 @@ class MemoryExchange(Exchange):
             return {island: message for island, message in sent.items() if island != self.island}
 
     def close(self) -> None:
+        self._lane.leave(self.island)
         with self._lane.changed:
-            self._lane.left.add(self.island)
-            self._lane.changed.notify_all()
             self._wake_others()
 
     def _wake_others(self) -> None:
         for island, notify in self._lane.notify.items():
             if island != self.island:
                 notify()
-
-    def _swap(self, item: Any) -> list[Any]:
-        """Gives `item` to all and returns what all gave, in the order of the islands."""
-        lane, number = self._lane, self._num_swaps
-        self._num_swaps += 1
-        with lane.changed:
-            given = lane.given.setdefault(number, {})
-            given[self.island] = item
-            lane.changed.notify_all()
-            lane.changed.wait_for(
-                lambda: len(given) == self.num_islands or lane.left - given.keys(), timeout=self._timeout
-            )
-            lane.given.pop(number - 1, None)  # whoever waits here has taken it
-            absent = set(range(self.num_islands)) - given.keys()
-            missing = sorted(absent & lane.left or absent)
-        if missing:
-            self.close()
-            raise IslandLostError(f"islands {missing} did not come to the exchange", missing)
-        return [given[island] for island in range(self.num_islands)]
 
 
 def _encode(values: torch.Tensor, codec: Codec) -> torch.Tensor:

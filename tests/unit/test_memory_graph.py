@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.methods.topology import make_topology
+from tests.clocks import LONG
 from tests.islands import run_islands
 
 NUM_NODES = 4
@@ -52,3 +54,11 @@ def test_who_leaves_before_is_named_to_all() -> None:
         assert 2 in caught.value.islands, "perhaps among others, who had yet to come"
 
     run_islands(NUM_NODES, run)
+
+
+def test_who_has_left_waits_for_nobody() -> None:
+    end, begun = MemoryGraph(make_topology("ring", NUM_NODES), timeout=LONG).node(0), time.monotonic()
+    end.close()
+    with pytest.raises(IslandLostError, match="nodes 1-3 did not come"):
+        end.average(torch.zeros(1))
+    assert time.monotonic() - begun < LONG / 2
