@@ -19,8 +19,9 @@ from hf_diloco import GossipCallback
 from hf_diloco.errors import DuplicateIslandError, FingerprintError, IslandLostError, RendezvousError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.entry import MAX_ROUNDS, decide
-from hf_diloco.gossip.mesh.joining import Discovery, Greetings
+from hf_diloco.gossip.mesh.joining import Discovery, Joining
 from hf_diloco.gossip.mesh.store import Board, entry_prefix, greeting_key, lost_key
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
@@ -414,14 +415,16 @@ def test_a_second_process_of_a_node_is_refused_while_the_first_lives() -> None:
 def test_whom_a_node_itself_had_lost_is_waited_for_when_it_returns(by: int, there: list[int]) -> None:
     """It was stopped, gave up a neighbour that goes on, and was started again. What others say of it counts."""
     store = ValueStore.in_memory()
-    board, members = Board(store, "test"), [members_of(store, 2) for _ in range(2)]
-    assert [one.enter() for one in members] == [1, 2]
+    board = Board(store, "test")
+    assert members_of(store, 2).enter() == 1
+    endpoint, notes = Endpoint(store, 2, LOCALHOST, 2 * LONG), WaitNotes(2, "node")
+    returning = Joining(endpoint, board, members_of(store, 2), [1, 3], LONG, notes)
+    returning.starts = {1: 1, 3: 1}
     board.put(lost_key(1), {"by": by, "reason": "it did not come within 12 s"})
     board.put(greeting_key(2, 2, 3), {})
     later = threading.Timer(3.0, lambda: board.put(greeting_key(2, 2, 1), {}))
     later.start()
-    greetings = Greetings(board, members[1], Discovery(members[1]), {1: 1, 3: 1})
-    assert greetings.wait(LONG, LONG, WaitNotes(2, "node").begin(LONG)) == there
+    assert returning.await_greetings() == there
     later.cancel()
 
 

@@ -20,7 +20,7 @@ from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord
 from hf_diloco.store.question import looking_once
 from hf_diloco.utils.text import numbers, plural
-from hf_diloco.utils.waiting import Wait, WaitNotes
+from hf_diloco.utils.waiting import WaitNotes
 
 LOOK_SECONDS = 0.5
 """How often nodes look for those that they miss."""
@@ -89,76 +89,6 @@ class Discovery:
             if before != (start, said) and is_new and said.phase not in ("left", "finished"):
                 heard[peer] = Announcement(start, said.phase != "joining", frozenset(said.misses))
         return heard
-
-
-class Greetings:
-    """Awaits the neighbours that see that this node is back.
-
-    Args:
-        board: the mesh's.
-        members: this node, which waits for them, and the others.
-        discovery: how it says so.
-        starts: how often each neighbour was started, as far as is known.
-    """
-
-    def __init__(self, board: Board, members: Members, discovery: Discovery, starts: Mapping[int, int]) -> None:
-        self._board = board
-        self._discovery = discovery
-        self._node = members.island
-        self._start = members.incarnation
-        self._starts = starts
-        self._greeted: set[int] = set()
-        self._waiting: set[int] = set()  # as this one does: they let nobody in
-
-    def wait(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
-        """The neighbours that are there, to whom this node connects next: all, but for those that are lost or wait
-        themselves.
-
-        Who is left out, but goes on, connects again later.
-
-        Args:
-            patience: seconds to wait for the first.
-            patience_with_others: seconds to wait for all others from then on.
-            wait: says who is absent.
-        """
-        there = self._await(patience, patience_with_others, wait)
-        self._discovery.announce([])
-        self._board.put(company_key(self._node, self._start), {"nodes": there})
-        return there
-
-    def _await(self, patience: float, patience_with_others: float, wait: Wait) -> list[int]:
-        begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
-        await_news = self._board.news()
-        while True:
-            now = time.monotonic()
-            if now - looked > LOOK_SECONDS:
-                looked = now
-                self._discovery.announce(self._starts)
-                self._hear()
-            absent = self._absent()
-            if self._greeted:
-                first_greeted = min(first_greeted, now)
-            is_over = now - begun > patience or now - first_greeted > patience_with_others
-            may_end = now - begun > 4 * LOOK_SECONDS and self._greeted and all(map(self._is_away, absent))
-            if not absent or is_over or may_end:
-                return sorted(self._greeted)
-            wait.look(absent)
-            await_news()
-
-    def _absent(self) -> list[int]:
-        for peer in self._starts.keys() - self._greeted:
-            if self._board.has(greeting_key(self._node, self._start, peer)):
-                self._greeted.add(peer)
-        return [peer for peer in self._starts if peer not in self._greeted]
-
-    def _hear(self) -> None:
-        for peer, announcement in self._discovery.listen(self._starts).items():
-            (self._waiting.discard if announcement.is_in else self._waiting.add)(peer)
-
-    def _is_away(self, peer: int) -> bool:
-        """Whether it lets nobody in now. That this node itself lost it, before it was started again, says nothing."""
-        lost = self._board.read(lost_key(peer), peer)
-        return peer in self._waiting or (lost is not None and lost.get("by") != self._node)
 
 
 class Joining:
@@ -239,14 +169,49 @@ class Joining:
         return edges
 
     def _return(self) -> dict[int, Edge]:
-        greetings = Greetings(self.board, self._members, self.discovery, self.starts)
-        wait = self._notes.begin(self._connect_timeout, "returning")
-        patience_with_others = max(MIN_GREETING_SECONDS, self._endpoint.timeout / 2)
-        there = greetings.wait(self._connect_timeout, patience_with_others, wait)
-        edges, _ = self._connect_all(there, self._late, self._check_start)
+        edges, _ = self._connect_all(self.await_greetings(), self._late, self._check_start)
         if not edges and self._peers:
             raise _not_connected(self._peers, self._endpoint.address, self._connect_timeout)
         return edges
+
+    def await_greetings(self) -> list[int]:
+        """Waits for the neighbours that see that this node is back, and says to whom it connects next.
+
+        Returns:
+            All, but for those that are lost or wait themselves. Who is left out, but goes on, connects again later.
+        """
+        greeted: set[int] = set()
+        waiting: set[int] = set()  # as this one does: they let nobody in
+        wait = self._notes.begin(self._connect_timeout, "returning")
+        patience_with_others = max(MIN_GREETING_SECONDS, self._endpoint.timeout / 2)
+        begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
+        await_news = self.board.news()
+
+        def is_away(peer: int) -> bool:
+            """Whether it lets nobody in. That this node itself lost it, before it was started again, says nothing."""
+            lost = self.board.read(lost_key(peer), peer)
+            return peer in waiting or (lost is not None and lost.get("by") != self.node)
+
+        while True:
+            now = time.monotonic()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                self.discovery.announce(self.starts)
+                for peer, announcement in self.discovery.listen(self.starts).items():
+                    (waiting.discard if announcement.is_in else waiting.add)(peer)
+            keys = {peer: greeting_key(self.node, self.start, peer) for peer in self.starts.keys() - greeted}
+            greeted |= {peer for peer, key in keys.items() if self.board.has(key)}
+            absent = [peer for peer in self.starts if peer not in greeted]
+            if greeted:
+                first_greeted = min(first_greeted, now)
+            is_over = now - begun > self._connect_timeout or now - first_greeted > patience_with_others
+            if not absent or is_over or (now - begun > 4 * LOOK_SECONDS and greeted and all(map(is_away, absent))):
+                break
+            wait.look(absent)
+            await_news()
+        self.discovery.announce([])
+        self.board.put(company_key(self.node, self.start), {"nodes": sorted(greeted)})
+        return sorted(greeted)
 
     def _check_start(self, peer: int) -> None:
         """Raises `IslandLostError` if a neighbour was started again: it waits to be let in, as this node does."""
