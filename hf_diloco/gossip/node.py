@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.threads import Ahead, NoTurns, Turns
+from hf_diloco.gossip.threads import Ahead, Turns
 from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.heartbeats import Members
@@ -76,27 +77,16 @@ class _Mix:
     """One `mix`, with the wish to end.
 
     Attributes:
-        vectors: as its caller gave them.
-        step: likewise.
+        step: as its caller gave it.
         outs: likewise, and what comes of the wish.
         given: vectors and wish where the leader's neighbours read them: copies in host memory, if need be.
         taken: where they write: `outs`, or likewise.
     """
 
-    vectors: Vectors
     step: int
     outs: list[torch.Tensor]
     given: list[torch.Tensor]
     taken: list[torch.Tensor]
-
-    def is_of(self, vectors: Vectors, outs: Vectors, step: int) -> bool:
-        """Whether it has these arguments."""
-        pairs = [*zip(self.vectors, vectors, strict=True), *zip(self.outs, outs, strict=False)]
-        return self.step == step and all(mine is theirs for mine, theirs in pairs)
-
-    def put_out(self) -> None:
-        """Brings what was taken to where it belongs."""
-        copy_all([(out, host) for host, out in zip(self.taken, self.outs, strict=True) if host is not out])
 
 
 class NodeNeighbours(Neighbours):
@@ -113,7 +103,7 @@ class NodeNeighbours(Neighbours):
         topology: the graph.
         node: this node's number.
         island: the ranks of this node.
-        turns: whether nodes are threads of one process, one of which computes at a time.
+        turns: of nodes that are threads of one process, one of which computes at a time; None: it has its own.
         members: the leader's, if it gives signs of life.
 
     Attributes:
@@ -137,7 +127,7 @@ class NodeNeighbours(Neighbours):
         self._ahead = Ahead()
         self._begun: _Mix | None = None
         self._island = island
-        self._turns = turns or NoTurns()
+        self._turns = turns
         self._buffers = Workspace()
         self.topology = topology
         self.node = node
@@ -164,7 +154,7 @@ class NodeNeighbours(Neighbours):
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:
         inner = self._inner
-        if inner is None or not inner.is_on_host or not isinstance(self._turns, NoTurns):
+        if inner is None or not inner.is_on_host or self._turns is not None:
             return
         assert self._begun is None, "what has begun is mixed before the next begins"
         with self._clock():
@@ -176,7 +166,9 @@ class NodeNeighbours(Neighbours):
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
         begun, self._begun = self._begun, None
-        assert begun is None or (topology is None and begun.is_of(vectors, outs, step)), "this is not what has begun"
+        if begun is not None:
+            is_it = topology is None and begun.step == step and all(map(operator.is_, begun.outs, outs))
+            assert is_it, "this is not what has begun"
         with self._clock():
             mix = begun or self._prepare(vectors, outs, step)
 
@@ -186,7 +178,7 @@ class NodeNeighbours(Neighbours):
                     self.seconds_hidden += hidden
                 else:
                     traffic = inner.mix(mix.given, mix.taken, step, topology=topology)
-                mix.put_out()
+                copy_all([(out, host) for host, out in zip(mix.taken, mix.outs, strict=True) if host is not out])
                 return traffic
 
             traffic = self._exchange(exchange, mix.outs)
@@ -219,7 +211,7 @@ class NodeNeighbours(Neighbours):
         inner = self._inner
         if inner is None or self._island.size > 1:
             return super().published()
-        with self._turns.others():
+        with self._waiting():
             return inner.published()
 
     def share(self, topic: str, record: Record) -> list[Record]:
@@ -230,7 +222,7 @@ class NodeNeighbours(Neighbours):
 
     def give_turn(self) -> None:
         """Lets other nodes of this process compute."""
-        with self._turns.others():
+        with self._waiting():
             pass
 
     def offer(self, x: torch.Tensor, step: int) -> None:
@@ -273,10 +265,14 @@ class NodeNeighbours(Neighbours):
 
         def run() -> T:
             assert self._inner is not None
-            with self._turns.others():
+            with self._waiting():
                 return call(self._inner)
 
         return self._island.on_leader(run)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Other nodes of this process compute inside."""
+        return self._turns.others() if self._turns is not None else nullcontext()
 
     @contextmanager
     def _clock(self) -> Iterator[None]:
@@ -303,8 +299,8 @@ class NodeNeighbours(Neighbours):
         wish, mixed = self._wish(vectors[0], step)
         given, taken = [*vectors, wish], [*outs, mixed]
         if self._leaders is None or not self._leaders.is_on_host:
-            return _Mix(vectors, step, taken, given, taken)
-        return _Mix(vectors, step, taken, self._on_host("given", given), self._room_on_host("taken", taken))
+            return _Mix(step, taken, given, taken)
+        return _Mix(step, taken, self._on_host("given", given), self._room_on_host("taken", taken))
 
     def _wish(self, like: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One value to give, and room for what comes of it."""

@@ -116,23 +116,6 @@ class Turns:
             own.put_back()
 
 
-class NoTurns(Turns):
-    """For a node that has its process to itself."""
-
-    def __init__(self) -> None:
-        pass
-
-    @contextmanager
-    def mine(self) -> Iterator[None]:
-        """Nothing."""
-        yield
-
-    @contextmanager
-    def others(self) -> Iterator[None]:
-        """Nothing."""
-        yield
-
-
 class Ahead:
     """A thread that carries out one exchange at a time, behind a step's computation, which asks for what came of it.
 

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import pytest
 
-from hf_diloco.gossip.threads import NoTurns, Turns
+from hf_diloco.gossip.threads import Turns
 from tests.islands import run_islands
 
 NUM_NODES, NUM_TURNS = 4, 200
@@ -59,14 +59,6 @@ def test_each_node_draws_its_own_numbers() -> None:
     for node, numbers in drawn.items():
         alone = random.Random(node)
         assert numbers == [alone.random() for _ in range(20)]
-
-
-def test_a_node_alone_in_its_process_changes_nothing_in_it() -> None:
-    random.seed(7)
-    alone = random.Random(7)
-    with NoTurns().mine():
-        assert random.random() == alone.random()
-    assert random.random() == alone.random(), "its state is not put back"
 
 
 def test_the_turn_is_given_on_when_a_node_fails() -> None:
