@@ -103,7 +103,6 @@ class OneBitOptimizer(Optimizer):
         self.saves_errors = True
         self._exchanged: torch.Tensor | None = None
         self._exchange: OneBitAllReduce | None = None
-        self._pending: dict[str, Any] | None = None  # errors that were loaded before there was an exchange
         self._lost_errors = ""  # why errors begin at zero, to be said if they do
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
@@ -124,8 +123,6 @@ class OneBitOptimizer(Optimizer):
             device = next(self._parameters()).device
             size = sum(parameter.numel() for parameter in self._parameters())
             self._exchange = OneBitAllReduce(size, self.process_group, device)
-            if self._pending is not None:
-                self.load_errors(self._pending)
         return self._exchange
 
     @torch.no_grad()
@@ -248,16 +245,12 @@ class OneBitOptimizer(Optimizer):
     def load_errors(self, errors: dict[str, Any]) -> None:
         """Takes back what `errors` was on this rank of as many ranks; nothing leaves them at zero."""
         self._lost_errors = ""
-        if self._exchange is None:
-            self._pending = errors
-            return
-        self._pending = None
         if errors:
-            self._exchange.load_errors(errors)
+            self.exchange.load_errors(errors)
 
     def lose_errors(self, reason: str) -> None:
         """Has the errors begin at zero; the reason is said if there should have been some."""
-        self._exchange, self._pending, self._lost_errors = None, None, reason if self.is_compressed else ""
+        self._exchange, self._lost_errors = None, reason if self.is_compressed else ""
 
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer; besides, the number of steps and this rank's errors. Masks are not in it."""
