@@ -226,6 +226,22 @@ def check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
     warn_of_ignored(accelerator.state.deepspeed_plugin)
 
 
+def decayed_groups(model: nn.Module, weight_decay: float, **of_others: float) -> list[dict[str, Any]]:
+    """The trainable parameters as groups of an optimizer: as the Trainer does, weights decay, but no biases and norms.
+
+    Args:
+        model: what is trained.
+        weight_decay: of the weights.
+        **of_others: further settings of biases and norms.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in trained if one.ndim > 1], "weight_decay": weight_decay},
+        {"params": [one for one in trained if one.ndim <= 1], "weight_decay": 0.0, **of_others},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
     """What `REFUSALS` names of an Accelerator and of what it has prepared."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)

@@ -31,6 +31,7 @@ from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.trainer.arguments import (
     check_gossip_arguments,
+    decayed_groups,
     examples_per_step,
     floats,
     folder_of,
@@ -143,16 +144,12 @@ class GossipCallback(RunCallback[NodeRecord]):
             IslandLostError: neighbours did not come in time.
         """
         model.to(args.device)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trainable:
+        groups = decayed_groups(model, args.weight_decay, lars=0.0)
+        if not groups:
             raise ConfigError("the model has no trainable parameters: freeze fewer of them")
-        weights = [parameter for parameter in trainable if parameter.ndim > 1]
-        others = [parameter for parameter in trainable if parameter.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": args.weight_decay}]
-        groups += [{"params": others, "weight_decay": 0.0, "lars": 0.0}]
         self._optimizer = make_optimizer(
             self.config.method,
-            [group for group in groups if group["params"]],
+            groups,
             self.node,
             args.learning_rate,
             slowmo=self.config.slowmo,

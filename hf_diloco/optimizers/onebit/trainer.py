@@ -19,7 +19,7 @@ from hf_diloco.inner import unwrap_optimizer
 from hf_diloco.optimizers.onebit.adam import OneBitAdam
 from hf_diloco.optimizers.onebit.lamb import OneBitLamb
 from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, average_gradients, average_gradients_in_fp16
-from hf_diloco.trainer.arguments import folder_of, name_evaluated
+from hf_diloco.trainer.arguments import decayed_groups, folder_of, name_evaluated
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.refusals import refuse
 from hf_diloco.utils.files import is_write_failure, reason_of
@@ -47,15 +47,10 @@ def make_onebit(name: str, model: torch.nn.Module, args: TrainingArguments, **se
         UnsupportedError: a parameter is not fp32.
     """
     model.to(args.device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [one for one in trained if one.ndim > 1], "weight_decay": args.weight_decay},
-        {"params": [one for one in trained if one.ndim <= 1], "weight_decay": 0.0},
-    ]
+    groups = decayed_groups(model, args.weight_decay)
     betas = (args.adam_beta1, args.adam_beta2)
     kind: Any = METHODS[name]
-    filled = [group for group in groups if group["params"]]
-    return cast(OneBitOptimizer, kind(filled, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, **settings))
+    return cast(OneBitOptimizer, kind(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, **settings))
 
 
 class OneBitCallback(TrainerCallback):
