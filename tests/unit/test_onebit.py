@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_diloco import OneBitAdam, OneBitLamb
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
+from hf_diloco.optimizers.onebit import all_reduce
 from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce
 from hf_diloco.optimizers.onebit.lamb import clip_factor
 from hf_diloco.optimizers.onebit.optimizer import MAX_LEFT_OUT
@@ -46,10 +47,16 @@ class Reference:
         return sent
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.fixture(params=["compiled", "as on an accelerator"])
+def on_both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "compiled":
+        monkeypatch.setattr(all_reduce, "is_compiled_for", lambda values: False)
+
+
+@pytest.mark.usefixtures("on_both")
 @pytest.mark.parametrize("size", SIZES)
-def test_one_rank_is_numpy(size: int, compiled: bool) -> None:
-    reduce, worker, server = OneBitAllReduce(size, compiled=compiled), Reference(size), Reference(size)
+def test_one_rank_is_numpy(size: int) -> None:
+    reduce, worker, server = OneBitAllReduce(size), Reference(size), Reference(size)
     for call in range(5):
         values = draw(call, size)
         expected = server(worker(values.numpy()))
@@ -79,9 +86,9 @@ def test_zero_counts_as_positive() -> None:
     assert values.tolist() == pytest.approx([2**0.5, -(2**0.5)])
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_values_that_are_not_finite_are_left_out(compiled: bool) -> None:
-    reduce = OneBitAllReduce(100, compiled=compiled)
+@pytest.mark.usefixtures("on_both")
+def test_values_that_are_not_finite_are_left_out() -> None:
+    reduce = OneBitAllReduce(100)
     reduce.mean_(draw(0, 100))
     before = reduce.errors
     values = draw(1, 100)

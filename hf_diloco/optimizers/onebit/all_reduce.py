@@ -35,7 +35,6 @@ class OneBitAllReduce:
         size: values.
         group: the ranks; None: all of `torch.distributed`, or just this process where that has not begun.
         device: where the values are. Gloo takes the CPU's, NCCL those of a GPU.
-        compiled: see `SignFeedback`.
 
     Attributes:
         rank: of this process in the group.
@@ -43,21 +42,14 @@ class OneBitAllReduce:
         bytes_sent: to other ranks by one call, without what the network adds. As many are received.
     """
 
-    def __init__(
-        self,
-        size: int,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
-        compiled: bool = True,
-    ) -> None:
+    def __init__(self, size: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
         self.rank, self.num_ranks = rank_in(group)
         self._group = group
         self._size = size
-        self._compiled = compiled
         self._chunk = 8 * num_bit_bytes(-(-size // self.num_ranks))
-        self._worker = SignFeedback(size, device, compiled)
+        self._worker = SignFeedback(size, device)
         self._mine = self._where(self.rank)
-        self._server = SignFeedback(self._mine.stop - self._mine.start, device, compiled)
+        self._server = SignFeedback(self._mine.stop - self._mine.start, device)
         packet = SCALE_BYTES + self._chunk // 8
         self._sent = torch.zeros((self.num_ranks, packet), dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._sent)
@@ -86,7 +78,7 @@ class OneBitAllReduce:
         self._gather()
         for number, answered in enumerate(_read_scales(self._received)):
             bits = self._received[number, SCALE_BYTES:]
-            unpack(bits, answered, values[self._where(number)], compiled=self._compiled)
+            unpack(bits, answered, values[self._where(number)])
         return num_finite
 
     @property
@@ -105,7 +97,7 @@ class OneBitAllReduce:
         for number, scale in enumerate(scales):
             if math.isfinite(scale):
                 bits = self._received[number, SCALE_BYTES:]
-                unpack(bits, scale / num_finite, self._sum, add=True, compiled=self._compiled)
+                unpack(bits, scale / num_finite, self._sum, add=True)
         scale = self._server.add_and_pack(self._sum, [self._answer[SCALE_BYTES:]], self._chunk)
         _write_scales(self._answer[None], scale)
 
@@ -190,17 +182,17 @@ def num_bit_bytes(num_values: int) -> int:
 class SignFeedback:
     """The error of one stage: 4 bytes a value.
 
+    By loops compiled for the processor, or by PyTorch's operations, as on an accelerator: the bits are the same, but
+    norms are summed in another order.
+
     Args:
         size: values.
         device: where they are.
-        compiled: loops compiled for the processor; False: PyTorch's operations, as on an accelerator. The bits are the
-            same, but norms are summed in another order.
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu", compiled: bool = True) -> None:
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         self._total = torch.zeros(size, device=device)
         self._scale = 0.0
-        self._compiled = compiled and is_compiled_for(self._total)
 
     def add_and_pack(self, values: torch.Tensor, bits: list[torch.Tensor], chunk: int) -> float:
         """Compresses `values` with what is left of earlier calls.
@@ -236,7 +228,7 @@ class SignFeedback:
         self._scale = 0.0
 
     def _add_and_pack(self, values: torch.Tensor, total: torch.Tensor, bits: torch.Tensor) -> float:
-        if self._compiled:
+        if is_compiled_for(total):
             scale = np.float32(self._scale)
             return float(_add_and_pack(values.numpy(), total.numpy(), scale, bits.numpy()))
         total.sub_(torch.where(total < 0, -self._scale, self._scale)).add_(values)
@@ -247,9 +239,9 @@ class SignFeedback:
         return float(total.double().square().sum())
 
 
-def unpack(bits: torch.Tensor, magnitude: float, out: torch.Tensor, add: bool = False, compiled: bool = True) -> None:
+def unpack(bits: torch.Tensor, magnitude: float, out: torch.Tensor, add: bool = False) -> None:
     """Writes, or adds, magnitude x sgn for each value of `out` (fp32, 1-D) whose sign is in `bits`."""
-    if compiled and is_compiled_for(out):
+    if is_compiled_for(out):
         write = _add_signs if add else fill_signs
         write(bits.numpy(), np.float32(magnitude), out.numpy())
         return
