@@ -6,7 +6,7 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -17,7 +17,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.inner.checkpoints import resume_across_ranks
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts
-from hf_diloco.trainer.arguments import check_launched, examples_per_step, folder_of, tokens_per_step
+from hf_diloco.trainer.arguments import (
+    check_launched,
+    examples_per_step,
+    floats,
+    folder_of,
+    is_of_training,
+    name_evaluated,
+    tokens_per_step,
+)
 from hf_diloco.trainer.progress import Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.refusals import refuse_out_of_reach, refuse_unknown_layers
@@ -85,6 +93,35 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         if self._ends_early:
             control.should_evaluate = control.should_save = False
 
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keeps the record, and adds to what the Trainer logs, for every tracker."""
+        logs = kwargs.get("logs")
+        if logs is None or self._record is None:
+            return
+        if is_of_training(logs):
+            self._record.write("train", state.global_step, **floats(logs))
+        added = self._for_trackers(self._record, logs, state)
+        logs.update(added)
+        if state.log_history:
+            state.log_history[-1].update(added)
+
+    def _for_trackers(self, record: R, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
+        """What goes with `logs`."""
+        return {}
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Records an evaluation, and which weights were evaluated."""
+        metrics = kwargs.get("metrics") or {}
+        if self._record and name_evaluated(metrics) is not None:
+            weights = self._about_weights(metrics)
+            self._record.write("eval", state.global_step, **weights, **floats(metrics))
+
+    def _about_weights(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Which weights these metrics are of."""
+        return {"weights": "inner"}
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Makes the checkpoint whole; only then may an older one go."""
         assert self._saving is not None, "on_train_begin has not run"
@@ -113,9 +150,21 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._stop.install(ranks, during=Trainer.train)
         self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed, self._replaced, begins_anew)
         if trainer is not None:
-            run = partial(self._run_epoch, trainer, trainer._run_epoch)
-            self._replaced.enter_context(replaced(trainer, "_run_epoch", run))
+            self._replace(trainer, "_run_epoch", self._run_epoch)
             self._tell_launcher(args, trainer)
+
+    def _replace(self, trainer: Trainer, name: str, ours: Callable[..., Any]) -> None:
+        """Until training has ended `ours` is called instead of a method, with Trainer, method and arguments."""
+        self._replaced.enter_context(replaced(trainer, name, partial(ours, trainer, getattr(trainer, name))))
+
+    def _evaluate(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The evaluation that the Trainer makes while it trains, of the weights that the run is about."""
+        with self._evaluated_weights(trainer):
+            return evaluate(*args, **kwargs)
+
+    def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """The model holds them inside; or what it holds, if another callback took this one's place after an error."""
+        return nullcontext()
 
     def _run_epoch(self, trainer: Trainer, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Gives back what belongs to the Trainer where it ends in an error, which it tells no callback.
@@ -179,10 +228,3 @@ def warn_if_short(state: TrainerState, unit: str) -> None:
             unit,
             unit,
         )
-
-
-def tell_trackers(added: dict[str, float], logs: dict[str, Any], state: TrainerState) -> None:
-    """Adds to what the Trainer logs now, for every tracker."""
-    logs.update(added)
-    if state.log_history:
-        state.log_history[-1].update(added)

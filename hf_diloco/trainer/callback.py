@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,20 +38,17 @@ from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import (
     check_arguments,
     examples_per_step,
-    floats,
     folder_given,
     folder_of,
-    is_of_training,
     name_evaluated,
     tokens_per_step,
 )
-from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
+from hf_diloco.trainer.base import RunCallback, warn_if_short
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
 from hf_diloco.trainer.saving import describe_model
 from hf_diloco.trainer.views import HasOuterWeights
-from hf_diloco.trainer.write_failures import replaced
 from hf_diloco.utils.text import plural
 
 logger = logging.getLogger("hf_diloco")
@@ -173,11 +171,9 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._begin(args, session.island, trainer, RECORD, find_complete, needed, begins_anew=checkpoint is None)
         self.moved_at_end = state.global_step >= state.max_steps  # by a round that was still due, or took place since
         if trainer is not None:
-            finish = partial(self._finish, trainer._finalize_training)
-            self._replaced.enter_context(replaced(trainer, "_finalize_training", finish))
+            self._replace(trainer, "_finalize_training", self._finish)
         if trainer is not None and self.config.eval_weights == "outer":
-            evaluate = partial(self._evaluate_outer, trainer, trainer._evaluate)
-            self._replaced.enter_context(replaced(trainer, "_evaluate", evaluate))
+            self._replace(trainer, "_evaluate", self._evaluate)
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.island.is_leader:
             warn_about_plan(session.config, state.max_steps)
@@ -203,24 +199,13 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         elif self._stop.agreed():
             self._stop_early(state, control)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Records which weights were evaluated."""
-        metrics = kwargs.get("metrics") or {}
-        if self._record and name_evaluated(metrics) is not None:
-            self._record.evaluate(state.global_step, floats(metrics), is_outer=self._holds_outer)
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds `diloco/*` to what the Trainer logs, for every tracker, and keeps the island's own record."""
-        logs = kwargs.get("logs")
-        if logs is None or self._record is None:
-            return
+    def _for_trackers(self, record: IslandRecord, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
         if (name := name_evaluated(logs)) is not None and self._holds_outer:
-            self._record.log_outer_loss(float(logs[f"eval_{name}loss"]), name)
-        if is_of_training(logs):
-            self._record.write("train", state.global_step, **floats(logs))
-        tell_trackers(self._record.take_for_trackers(), logs, state)
+            record.log_outer_loss(float(logs[f"eval_{name}loss"]), name)
+        return record.take_for_trackers()
+
+    def _about_weights(self, metrics: dict[str, float]) -> dict[str, Any]:
+        return {"weights": "outer" if self._holds_outer else "inner"}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
@@ -289,15 +274,13 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         """Whether the model holds the outer parameters."""
         return self._outer.on_boundary or self._shows_outer
 
-    def _evaluate_outer(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The evaluation that the Trainer makes while it trains, of the outer parameters."""
-        if self._need_session().has_left:  # its training ended in an error, and another callback took its place
-            return evaluate(*args, **kwargs)
+    def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
+        if self._need_session().has_left:
+            return nullcontext()
         self._settle(trainer.state)
-        with self.outer_weights():
-            return evaluate(*args, **kwargs)
+        return self.outer_weights()
 
-    def _finish(self, finish: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _finish(self, trainer: Trainer, finish: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's end of a training, of which it tells trackers; then raises what ended it early."""
         output = finish(*args, **kwargs)
         if self._failure:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from hf_diloco.trainer.arguments import (
     is_of_training,
     name_evaluated,
 )
-from hf_diloco.trainer.base import RunCallback, tell_trackers, warn_if_short
+from hf_diloco.trainer.base import RunCallback, warn_if_short
 from hf_diloco.trainer.common_steps import CommonSteps
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
@@ -238,8 +238,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average", lacks_statistics=is_back)
         self._begin(args, self._ranks, trainer, RECORD, find_whole, begins_anew=not state.global_step)
         if trainer is not None and self.config.eval_weights == "average":
-            evaluate = partial(self._evaluate_mean, trainer, trainer._evaluate)
-            self._replaced.enter_context(replaced(trainer, "_evaluate", evaluate))
+            self._replace(trainer, "_evaluate", self._evaluate)
         passed = self._beginning.passed
         self._common_steps = CommonSteps(args, loader, with_others, self._evaluates_at_end, passed)
         if is_back and with_others:  # the others go on meanwhile, and do not evaluate
@@ -273,39 +272,31 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._common_steps.end_epoch(state, control)
         super().on_epoch_end(args, state, control)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds `gossip/*` to what the Trainer logs; metrics of an evaluation become those of all nodes."""
-        logs = kwargs.get("logs")
-        if logs is None or self._record is None:
-            return
-        if name_evaluated(logs) is not None:
-            self._combined = self._combine(logs)
-            added = dict(self._combined)
-            if (distance := self._shown_distance) is not None:
-                added["gossip/consensus_distance"] = distance
-        elif is_of_training(logs):
-            self._record.write("train", state.global_step, **floats(logs))
-            added = self._record.take_for_trackers(state.global_step)
-        else:
-            return
-        tell_trackers(added, logs, state)
+    def _for_trackers(self, record: NodeRecord, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
+        """`gossip/*`; metrics of an evaluation become those of all nodes."""
+        if name_evaluated(logs) is None:
+            return record.take_for_trackers(state.global_step) if is_of_training(logs) else {}
+        self._combined = self._combine(logs)
+        distance = self._shown_distance
+        return self._combined | ({} if distance is None else {"gossip/consensus_distance": distance})
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Records which weights were evaluated."""
-        metrics = kwargs.get("metrics") or {}
-        metrics.update({name: value for name, value in self._combined.items() if name in metrics})
-        if self._record and name_evaluated(metrics) is not None:
-            distance = self._shown_distance
-            self._record.write(
-                "eval",
-                state.global_step,
-                weights="inner" if distance is None else "outer",
-                consensus_distance=distance,
-                **floats(metrics),
-            )
+        """Records which weights were evaluated, and what that shows of other nodes."""
+        super().on_evaluate(args, state, control, **kwargs)
+        if self._record:
             self._record.tell_news(state.global_step)  # no step may follow, after which it would be told
+
+    def _about_weights(self, metrics: dict[str, float]) -> dict[str, Any]:
+        metrics.update({name: value for name, value in self._combined.items() if name in metrics})
+        distance = self._shown_distance
+        return {"weights": "inner" if distance is None else "outer", "consensus_distance": distance}
+
+    @property
+    def _shown_distance(self) -> float | None:
+        """The nodes' distance from their mean, if the model holds that."""
+        return self._view.consensus_distance if self._view is not None and self._view.is_on else None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Marks the checkpoint as whole."""
@@ -341,17 +332,8 @@ class GossipCallback(RunCallback[NodeRecord]):
             self.node.spread_wish(torch.zeros(1))
         return end.has_come(state.global_step)
 
-    @property
-    def _shown_distance(self) -> float | None:
-        """The nodes' distance from their mean, if the model holds that."""
-        return self._view.consensus_distance if self._view is not None and self._view.is_on else None
-
-    def _evaluate_mean(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The evaluation that the Trainer makes while it trains, of the mean over all nodes."""
-        if self not in trainer.callback_handler.callbacks:  # another took its place, after an error
-            return evaluate(*args, **kwargs)
-        with self.mean_weights():
-            return evaluate(*args, **kwargs)
+    def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
+        return self.mean_weights() if self in trainer.callback_handler.callbacks else nullcontext()
 
     def _combine(self, logs: dict[str, Any]) -> dict[str, float]:
         """Metrics of all nodes' shares of the evaluation data, weighted by their sizes."""

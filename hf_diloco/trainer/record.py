@@ -179,10 +179,6 @@ class IslandRecord(Record):
         if refused:
             self.write("refused", step, islands={str(island): reason for island, reason in sorted(refused.items())})
 
-    def evaluate(self, step: int, metrics: dict[str, float], is_outer: bool) -> None:
-        """Appends an evaluation, and of which weights it was."""
-        self.write("eval", step, weights="outer" if is_outer else "inner", **metrics)
-
     def log_outer_loss(self, loss: float, name: str) -> None:
         """Has trackers be told of an evaluation of the outer parameters; `name` as `name_evaluated` gives it."""
         self._for_trackers[f"diloco/outer_{name}loss"] = loss

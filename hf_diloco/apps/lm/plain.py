@@ -21,7 +21,7 @@ from hf_diloco.outer.manifest import (
     record_files,
     recover_replaced,
 )
-from hf_diloco.trainer.arguments import examples_per_step, floats, folder_of, is_of_training
+from hf_diloco.trainer.arguments import examples_per_step, folder_of
 from hf_diloco.trainer.base import RunCallback
 from hf_diloco.trainer.frames import find_trainer
 from hf_diloco.trainer.record import Record
@@ -102,20 +102,6 @@ class PlainCallback(RunCallback[Record]):
         if self._stop.agreed():
             self.stopped = True
             self._end_early(control)
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Records losses."""
-        logs = kwargs.get("logs") or {}
-        if self._record and is_of_training(logs):
-            self._record.write("train", state.global_step, **floats(logs))
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Records evaluations, of the island's own weights: there are no others."""
-        metrics = kwargs.get("metrics") or {}
-        if self._record and "eval_loss" in metrics:
-            self._record.write("eval", state.global_step, weights="inner", **floats(metrics))
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
         files = [file.model_dump() for file in record_files(checkpoint, self._ranks, _FILES)]

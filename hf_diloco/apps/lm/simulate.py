@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -108,10 +109,10 @@ class _SimulatedCallback(DiLoCoCallback):
             self._session = FixedSession(self.config, IslandGroup(), self._stop.is_requested, self._transport)
         return self._session
 
-    def _evaluate_outer(self, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
         with self._turns.others():
             self._settle(trainer.state)
-        return super()._evaluate_outer(trainer, *args, **kwargs)
+        return super()._evaluated_weights(trainer)
 
     common_checkpoint = _while_others_go_on(DiLoCoCallback.common_checkpoint)
     on_train_begin = _while_others_go_on(DiLoCoCallback.on_train_begin)
