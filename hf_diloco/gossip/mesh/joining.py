@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint, connect_edges, edge_life
@@ -35,19 +35,11 @@ MAX_AGAIN_SECONDS = 15.0
 """What connecting to one that goes on may take: a further attempt follows."""
 
 
-@dataclass(frozen=True)
-class Announcement:
-    """What a node says of itself.
-
-    Attributes:
-        start: which of its starts this is, from 1.
-        is_in: it takes steps; or else it waits to be let in.
-        misses: the neighbours that it looks for.
-    """
+class Announcement(NamedTuple):
+    """What a node says of itself: which of its starts this is, from 1, and its sign of life."""
 
     start: int
-    is_in: bool
-    misses: frozenset[int]
+    said: HeartbeatRecord
 
 
 class Discovery:
@@ -59,7 +51,7 @@ class Discovery:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._heard: dict[int, tuple[int, HeartbeatRecord]] = {}
+        self._heard: dict[int, Announcement] = {}
 
     def announce(self, misses: Collection[int]) -> None:
         """This node is there, and looks for these, as its further signs of life say too."""
@@ -82,12 +74,11 @@ class Discovery:
         with asking(), looking_once(self._members.log.store, ["heartbeats"]):
             heartbeats = self._members.look()
         for peer in starts.keys() & heartbeats.keys():
-            start, said = self._members.incarnation_of(peer), heartbeats[peer]
-            before = self._heard.get(peer)
-            self._heard[peer] = start, said
-            is_new = start > starts[peer] or (before is not None and start == starts[peer])
-            if before != (start, said) and is_new and said.phase not in ("left", "finished"):
-                heard[peer] = Announcement(start, said.phase != "joining", frozenset(said.misses))
+            now = Announcement(self._members.incarnation_of(peer), heartbeats[peer])
+            before, self._heard[peer] = self._heard.get(peer), now
+            is_new = now.start > starts[peer] or (before is not None and now.start == starts[peer])
+            if before != now and is_new and now.said.phase not in ("left", "finished"):
+                heard[peer] = now
         return heard
 
 
@@ -198,7 +189,7 @@ class Joining:
                 looked = now
                 self.discovery.announce(self.starts)
                 for peer, announcement in self.discovery.listen(self.starts).items():
-                    (waiting.discard if announcement.is_in else waiting.add)(peer)
+                    (waiting.add if announcement.said.phase == "joining" else waiting.discard)(peer)
             keys = {peer: greeting_key(self.node, self.start, peer) for peer in self.starts.keys() - greeted}
             greeted |= {peer for peer, key in keys.items() if self.board.has(key)}
             absent = [peer for peer in self.starts if peer not in greeted]

@@ -180,7 +180,7 @@ class Reception:
     def _look_for_one(self, peer: int, announcement: Announcement | None) -> None:
         if announcement is not None:
             self._starts[peer] = announcement.start
-        if announcement is not None and not announcement.is_in:
+        if announcement is not None and announcement.said.phase == "joining":  # it waits to be let in
             self._greet(peer, announcement.start)
         elif peer in self._greeted:
             self._join(peer, self._greeted[peer])
@@ -213,7 +213,8 @@ class Reception:
         attempts = f"again/{low}-{high}/{edge_life({self._node: self._joining.start, peer: self._starts[peer]})}"
         agreement: Agreement
         if self._node == low:
-            if announcement is None or self._node not in announcement.misses or time.monotonic() < self._lost[peer]:
+            is_missed = announcement is not None and self._node in announcement.said.misses
+            if not is_missed or time.monotonic() < self._lost[peer]:
                 return
             attempt = self._board.count(attempts, 1)
             agreement = Proposals(self._board, f"{attempts}/{attempt}", self._node, peer, self._num_nodes)
