@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import signal
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -16,6 +18,11 @@ import torch.distributed as dist
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.progress import launchers_folder
 from hf_diloco.utils.files import STOP_FILE
+
+logger = logging.getLogger("hf_diloco")
+
+QUIET = timedelta(seconds=30)
+"""How long a rank waits for the flags of the others before it says so."""
 
 
 def launchers_stop_file() -> Path | None:
@@ -58,7 +65,7 @@ class StopFlag:
         stop = False
         if self._pending is not None:
             work, flag = self._pending
-            work.wait()
+            _await(work, self._island.rank)
             stop = bool(flag.item())
         flag = torch.tensor([int(self.is_requested())])
         self._pending = (dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._island.group, async_op=True), flag)
@@ -109,6 +116,21 @@ class StopFlag:
         if isinstance(before, StopFlag):  # a script may have several loops at a time
             before.request()
         self.request()
+
+
+def _await(work: Any, rank: int) -> None:
+    """Waits for an all-reduce of the ranks. Where one of them never calls it, the wait is long."""
+    try:
+        work.wait(QUIET)
+    except RuntimeError:
+        if not work.is_completed():
+            logger.warning(
+                "rank %d has waited %.0f s for other ranks to say whether they were asked to stop: they are late, or "
+                "the loop calls should_stop() on some ranks only, which hangs: call it on all ranks, after each step",
+                rank,
+                QUIET.total_seconds(),
+            )
+        work.wait()  # which raises once more what failed
 
 
 def _is_running(code: CodeType | None, frame: FrameType | None) -> bool:

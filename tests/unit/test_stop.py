@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.stop import StopFlag
@@ -115,6 +118,45 @@ def test_a_file_asks_as_well(tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGINT)  # the first: a wish, though the file asked before
     finally:
         flag.uninstall()
+
+
+def test_a_rank_that_waits_long_for_the_others_says_what_may_be_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hf_diloco.trainer.stop.QUIET", timedelta(milliseconds=50))
+    store, is_told = dist.HashStore(), threading.Event()
+
+    def rank(number: int) -> StopFlag:
+        island, flag = IslandGroup(), StopFlag()
+        island.size, island.rank = 2, number
+        island.group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=30))
+        flag.install(island)
+        return flag
+
+    def come_late() -> None:
+        late = rank(1)
+        late.request()
+        is_told.wait(20)
+        late.agreed()
+
+    class Notice(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            is_told.set()
+
+    notice = Notice(logging.WARNING)
+    logging.getLogger("hf_diloco").addHandler(notice)
+    other = threading.Thread(target=come_late)
+    other.start()
+    flag = rank(0)
+    try:
+        flag.agreed()
+        assert flag.agreed(), "what the other rank said counts, however late"
+        assert "rank 0 has waited" in caplog.text
+        assert "call it on all ranks" in caplog.text
+    finally:
+        other.join()
+        flag.uninstall(waits=False)
+        logging.getLogger("hf_diloco").removeHandler(notice)
 
 
 @pytest.mark.distributed
