@@ -257,6 +257,23 @@ class TestEnvironment:
         prepare_environment(wants_deepspeed=True)
         assert environment == given
 
+    def test_what_an_absent_launcher_has_left_is_undone(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        left = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+        world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        environment = left | world
+        monkeypatch.setattr("os.environ", environment)
+        prepare_environment(wants_deepspeed=False)
+        assert environment == left | world, "a launcher's own"
+        assert not capsys.readouterr().err
+        for name in world:
+            del environment[name]
+        prepare_environment(wants_deepspeed=False)
+        assert not environment.keys() & left
+        told = capsys.readouterr().err
+        assert all(f"{name} is unset" in told for name in left)
+
     def test_half_a_world(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("os.environ", {"RANK": "0", "WORLD_SIZE": "2"})
         with pytest.raises(ConfigError, match="not MASTER_ADDR, MASTER_PORT"):

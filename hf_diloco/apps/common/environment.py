@@ -12,10 +12,12 @@ ENV_DEBUG = "HF_DILOCO_DEBUG"  # show tracebacks of expected errors
 ENV_LAUNCHED = "HF_DILOCO_LAUNCHED"  # set by `hf-diloco launch`, which draws its own progress bars
 
 _TRUE = {"1", "true", "yes", "y", "t", "on"}
+_OF_LAUNCHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DYNAMO_BACKEND")
+"""With these `accelerate launch` tells its processes to shard or to compile; others may inherit them."""
 
 
 def prepare_environment(wants_deepspeed: bool) -> None:
-    """Makes a plain `python train_lm.py` a world of one rank, and undoes settings that would drop DeepSpeed.
+    """Makes a plain `python train_lm.py` a world of one rank, and undoes what other launchers left or drops DeepSpeed.
 
     Raises:
         ConfigError: when a launcher gave only a part of what makes a world.
@@ -26,6 +28,7 @@ def prepare_environment(wants_deepspeed: bool) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        _forget_launcher()
     elif len(given) < 4:
         missing = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - set(given)
         raise ConfigError(
@@ -41,6 +44,14 @@ def prepare_environment(wants_deepspeed: bool) -> None:
             "note: deepspeed is null in the run file, but the launcher turned DeepSpeed on: its configuration is used",
             file=sys.stderr,
         )
+
+
+def _forget_launcher() -> None:
+    """Unsets what a launcher that has not started this process has left: the run file says how to train."""
+    for name in _OF_LAUNCHERS:
+        value = os.environ.pop(name, "").lower()
+        if value in _TRUE or (name == "ACCELERATE_DYNAMO_BACKEND" and value not in ("", "no")):
+            print(f"note: {name} is unset for this process, which no launcher has started", file=sys.stderr)
 
 
 def is_leader() -> bool:
