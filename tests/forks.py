@@ -58,7 +58,7 @@ PRELOADED = (
     "transformers.trainer",
     "hf_diloco.trainer.callback",
     "hf_diloco.cli.main",
-    "hf_diloco.apps.common.finish",
+    "hf_diloco.apps.common.training",
     "hf_diloco.apps.lm.assemble",
     "hf_diloco.apps.lm.train",
     "hf_diloco.apps.vision.assemble",

@@ -1,9 +1,14 @@
-"""What one rank of an island, or node, trains with; where its training goes on from; and the training, to the end."""
+"""What one rank of an island, or node, trains with; where its training goes on from; and the training, to the end.
+
+The end is the model as a Hugging Face folder, with its card and on the Hub, and `summary.json`.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +18,14 @@ import torch
 from pydantic import ValidationError
 
 from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.hub import publish
+from hf_diloco.apps.common.model_card import Training, write_card
 from hf_diloco.apps.common.process import STOPPED, say
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.utils.files import read_json
+from hf_diloco.report.island import IslandReport, summarise_island
+from hf_diloco.report.read import load_run
+from hf_diloco.utils.files import SUMMARY_FILE, read_json, try_write_json
 from hf_diloco.utils.threads import outlive_gloo
 
 if TYPE_CHECKING:
@@ -29,6 +38,9 @@ if TYPE_CHECKING:
 
     AnyCallback: TypeAlias = DiLoCoCallback | GossipCallback | PlainCallback
 
+logger = logging.getLogger("hf_diloco")
+
+MODEL_FOLDER = "model"
 LONGEST_PREPARATION = 24 * 3600.0
 """Seconds that ranks wait for their leader to prepare the data."""
 
@@ -143,3 +155,77 @@ def loading(checkpoint: Path | None) -> Iterator[None]:
             f"{checkpoint} is of another model than the run file's ({reason}): give another name for a new run, or "
             "delete the checkpoints of this one on all islands"
         ) from error
+
+
+def save_final_model(trainer: Trainer, folder: Path) -> Path:
+    """Writes the model and its tokenizer to `folder`/model, whole before an older one goes. Collective over the ranks.
+
+    Returns:
+        The folder, which `AutoModelForCausalLM.from_pretrained` loads.
+
+    Raises:
+        CheckpointError: it cannot be written; on every rank. Started again, the run ends from its last checkpoint.
+    """
+    from hf_diloco.trainer.saving import noting_failures
+
+    ranks, failures = IslandGroup(), list[str]()
+    final, temporary, old = (folder / name for name in (MODEL_FOLDER, f".{MODEL_FOLDER}.tmp", f".{MODEL_FOLDER}.old"))
+    if trainer.is_world_process_zero():
+        shutil.rmtree(temporary, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    if trainer.is_fsdp_enabled:  # else it writes nothing where checkpoints are of a part a rank
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    with noting_failures(trainer, failures):
+        trainer.save_model(str(temporary))
+    if met := [failure for of_rank in ranks.gather(failures[:1]) for failure in of_rank]:
+        if trainer.is_world_process_zero():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"{final} cannot be written ({met[0]}): make room, and run the same command again; it goes on from the "
+            "last checkpoint"
+        )
+    if trainer.is_world_process_zero():
+        (temporary / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says the same
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        temporary.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def record_end(
+    run: BaseRun,
+    evaluation: Mapping[str, float],
+    more: Callable[[IslandReport], Mapping[str, Any]],
+    training: Training,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Writes `summary.json` of this island, or node, from its record and the last evaluation; returns it.
+
+    The first of them also writes the card of what `save_final_model` wrote, and publishes both where the run asks so.
+
+    Args:
+        more: what only runs of this task have, by the island's figures.
+        training: what the card says that the record does not.
+    """
+    number = run.meeting.island
+    figures = summarise_island(next(one for one in load_run(run.folder).islands if one.island == number))
+    summary = {
+        "island": number,
+        "step": figures.steps,
+        "eval_loss": evaluation["eval_loss"],
+        "bytes_sent": figures.bytes_sent,
+        "bytes_received": figures.bytes_received,
+        "seconds": sum(figures.seconds.parts().values()) if figures.seconds else None,
+        "seconds_exchanging": figures.seconds.exchanging if figures.seconds else None,
+        **more(figures),
+    }
+    if problem := try_write_json(run.island_folder() / SUMMARY_FILE, summary):
+        logger.warning("%s: `hf-diloco report` computes the same from metrics.jsonl", problem)
+    if number == 0:
+        write_card(run.folder / MODEL_FOLDER, run.folder, training)
+        if run.push_to_hub is not None:
+            progress.update(message="pushing the model to the Hub")
+            publish(run.folder / MODEL_FOLDER, run.push_to_hub)
+    return summary

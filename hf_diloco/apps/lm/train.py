@@ -70,7 +70,7 @@ def train_island(
 
 def _finish(island: Island, progress: Progress) -> None:
     """Evaluates, saves (island 0), writes a sample and the summary."""
-    from hf_diloco.apps.common.finish import MODEL_FOLDER, save_final_model, write_card_and_publish, write_summary
+    from hf_diloco.apps.common.training import MODEL_FOLDER, record_end, save_final_model
 
     run, trainer = island.run, island.trainer
     progress.update(state="evaluating")
@@ -85,9 +85,8 @@ def _finish(island: Island, progress: Progress) -> None:
             sample = try_sample(model_folder, run.sample, run.seed)
     if not is_leader():
         return
-    summary = write_summary(run, evaluation, partial(_more_of_summary, evaluation, sample))
-    if run.diloco.island == 0:
-        write_card_and_publish(run, describe_training(run), progress)
+    more = partial(_more_of_summary, evaluation, sample)
+    summary = record_end(run, evaluation, more, describe_training(run), progress)
     progress.update(state="done", message="")
     if not island.speaks:
         return

@@ -88,7 +88,7 @@ def simulate_nodes(run: VisionRun, num_nodes: int, is_command: bool = False) -> 
 
 def _finish(node: VisionNode, progress: Progress) -> None:
     """Evaluates and saves (node 0) the mean over all nodes, and writes the summary."""
-    from hf_diloco.apps.common.finish import MODEL_FOLDER, save_final_model, write_card_and_publish, write_summary
+    from hf_diloco.apps.common.training import MODEL_FOLDER, record_end, save_final_model
 
     run, trainer, config = node.run, node.trainer, node.callback.config
     if last_evaluation(trainer) is None:
@@ -105,9 +105,8 @@ def _finish(node: VisionNode, progress: Progress) -> None:
     assert evaluation is not None, "these weights have been evaluated"
     weights = "outer" if "gossip/consensus_distance" in evaluation else "inner"
     accuracy, loss = evaluation["eval_accuracy"], evaluation["eval_loss"]
-    write_summary(run, evaluation, lambda figures: {"eval_accuracy": accuracy, "eval_weights": weights})
-    if config.node == 0:
-        write_card_and_publish(run, describe_training(run), progress)
+    more = {"eval_accuracy": accuracy, "eval_weights": weights}
+    record_end(run, evaluation, lambda figures: more, describe_training(run), progress)
     if node.speaks:
         nodes = node.callback.nodes_in_mean
         what = f"the mean of {len(nodes)} nodes" if weights == "outer" and nodes[1:] else f"node {config.node}"
