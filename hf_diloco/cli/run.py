@@ -14,7 +14,6 @@ from rich.text import Text
 from hf_diloco.apps.common.arguments import check_names
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.hub import use_cache_without_hub
-from hf_diloco.apps.common.preflight import check_all
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.apps.vision.train import simulate_nodes
@@ -22,6 +21,7 @@ from hf_diloco.cli.display import make_display, terminal
 from hf_diloco.cli.launch import Island, Launcher, Result
 from hf_diloco.cli.log import FINISHED, Outcome
 from hf_diloco.cli.plan import LaunchOptions, Plan, is_from_environment, leave_other_launchers, load_options, make_plan
+from hf_diloco.cli.validate import check_all
 from hf_diloco.config.base import ENV_ISLAND
 from hf_diloco.errors import ConfigError
 from hf_diloco.report import load_run, print_report, summarise

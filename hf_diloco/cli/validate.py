@@ -1,18 +1,25 @@
-"""`hf-diloco validate`: everything about a run that shows without starting it, and what does not."""
+"""`hf-diloco validate`: everything about a run that shows without starting it, and what does not.
+
+What `hf-diloco launch --dry-run` tries, too, is here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 
+from hf_diloco.apps.common.arguments import check_training, training_arguments
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.preflight import check_all
+from hf_diloco.apps.common.deepspeed import try_deepspeed
+from hf_diloco.apps.common.hub import check_login, use_cache_without_hub
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.cli import devices
 from hf_diloco.cli.doctor import Check, Finding, judge, run_checks, show_findings
 from hf_diloco.cli.doctor.machine import check_disk, memory_here
 from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.plan import LaunchOptions, Plan, leave_other_launchers, load_options, make_plan
+from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils import text
 from hf_diloco.utils.urls import is_object_store
 
@@ -34,6 +41,33 @@ def run_validate(options: LaunchOptions, as_json: bool) -> int:
     leave_other_launchers()
     check_all(run, lambda: make_plan(run, options))
     return show_findings(run_checks(_checks(run, make_plan(run, options))), as_json)
+
+
+def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
+    """Tries what an island would check before its first step, but for the others. Starts and writes nothing.
+
+    It loads the libraries, which takes seconds, and reads a little of the data. Before that it tries `others`, each of
+    which raises `DiLoCoError`. Raises `ConfigError`, naming every problem.
+    """
+    use_cache_without_hub(run.needs_hub)  # before the libraries are imported
+    own: list[Callable[[], object]] = [partial(_try_training, run), *([check_login] if run.push_to_hub else [])]
+    problems: dict[str, None] = {}
+    for attempt in chain(others, own, run.probes()):
+        try:
+            attempt()
+        except DiLoCoError as error:
+            problems[str(error)] = None
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _try_training(run: BaseRun) -> None:
+    """As an island does, but for one rank, and without what needs a process group: DeepSpeed, and its backend."""
+    check_training(run.training)
+    fsdp = run.fsdp and run.fsdp.model_copy(update={"num_replicas": 1})
+    training = {name: value for name, value in run.training.items() if name not in ("report_to", "ddp_backend")}
+    args = training_arguments(run.model_copy(update={"deepspeed": None, "fsdp": fsdp, "training": training}))
+    try_deepspeed(run, args)
 
 
 def _checks(run: BaseRun, plan: Plan) -> Iterator[tuple[str, Check]]:
