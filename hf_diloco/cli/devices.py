@@ -115,7 +115,7 @@ def describe_crowding(
         shares: the devices of each.
     """
     lines = [_shared_devices(unit, shares), _crowded_cores(unit, num_islands, num_processes, threads)]
-    return "\n".join(line for line in lines if line)
+    return "\n".join(filter(None, lines))
 
 
 def num_sharing(shares: Sequence[Sequence[str]]) -> int:

@@ -46,6 +46,8 @@ AllowPublicAddress = Annotated[
     bool, typer.Option("--allow-public-address", help="Listen at an address that the whole internet can reach.")
 ]
 
+_BEHIND_A_FIREWALL = "Where a firewall lets nobody else in, add --allow-public-address"
+
 store_app = group("Look after the store in which the islands of a run meet.")
 keys_app = group("Make keys and identities, and show public keys.")
 
@@ -289,11 +291,7 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
         raise RendezvousError(
             f"{found[0]} is a public address, where anybody reaches the port: join the machines by a VPN "
             "and use its addresses (docs/security.md has a recipe)"
-            + (
-                ". Where a firewall lets nobody else in, add --allow-public-address"
-                if allow_public_address is False
-                else ""
-            )
+            + ("" if allow_public_address is None else f". {_BEHIND_A_FIREWALL}")
         )
     try:
         return socket.create_server(found[:2], family=family, backlog=1024)

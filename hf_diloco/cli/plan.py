@@ -203,7 +203,6 @@ def island_environment(
         threads: of each process.
         share: the CUDA devices that are the island's.
     """
-    devices_of_its_own = {"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}
     return {
         **dict.fromkeys(filter(_FOREIGN.fullmatch, os.environ)),
         ENV_ISLAND: str(number),
@@ -215,7 +214,7 @@ def island_environment(
         "GOMP_SPINCOUNT": _spins(),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        **devices_of_its_own,
+        **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if share else {}),
     }
 
 

@@ -87,7 +87,9 @@ def plan_script(
     config = _meeting(island, total, rendezvous, port)
     num_processes = _num_processes(command)
     threads = devices.fitting_threads(len(numbers) * num_processes)
-    shares = _device_shares(len(numbers), num_processes)
+    found = devices.cuda_devices()  # of fewer than an island has processes, all are every island's
+    per_island = max(min(num_processes, len(found)), len(found) // len(numbers))
+    shares = devices.share_devices(found, len(numbers), per_island)
     folder = Path(output or "runs") / (name or _name(command))
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
@@ -139,12 +141,6 @@ def _meeting(island: int | None, num_islands: int, rendezvous: str | None, free_
     if rendezvous is not None and not is_object_store(rendezvous) and config.island == 0:
         devices.check_port_is_free(rendezvous)
     return config
-
-
-def _device_shares(num_islands: int, num_processes: int) -> list[list[str]]:
-    """All devices, divided. Where that is fewer than an island has processes, islands share; see `share_devices`."""
-    found = devices.cuda_devices()
-    return devices.share_devices(found, num_islands, max(min(num_processes, len(found)), len(found) // num_islands))
 
 
 def _name(command: Sequence[str]) -> str:

@@ -106,7 +106,9 @@ def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
     has_devices = not run.launch.use_cpu and bool(devices.cuda_devices())
     on_cuda = has_devices and torch.cuda.is_available()
     if on_cuda:
-        yield _device_memory(memory.accelerator, _num_sharing(plan))
+        visible = (island.environment.get("CUDA_VISIBLE_DEVICES") or "" for island in plan.islands)
+        num_sharing = devices.num_sharing([share.split(",") for share in visible if share])
+        yield _device_memory(memory.accelerator, num_sharing)
     elif has_devices:
         yield Finding(
             "device memory",
@@ -118,12 +120,6 @@ def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
     yield _host_memory(needed * ranks)
     kept = int(run.training.get("save_total_limit") or _KEPT) + 1
     yield from check_disk(run.folder, _CHECKPOINT_BYTES * scenario.num_parameters * kept * len(plan.islands))
-
-
-def _num_sharing(plan: Plan) -> int:
-    """Islands here that use the same device."""
-    visible = (island.environment.get("CUDA_VISIBLE_DEVICES") or "" for island in plan.islands)
-    return devices.num_sharing([share.split(",") for share in visible if share])
 
 
 def _device_memory(needed: float, num_sharing: int) -> Finding:

@@ -33,7 +33,10 @@ def use_cache_without_hub(is_needed: bool) -> None:
     if not is_needed or os.environ.get(_OFFLINE):
         return
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    problem = _try(endpoint)
+    try:
+        problem = call_within(SECONDS, lambda: _try(endpoint))  # looking up a name has no time limit of its own
+    except TimeoutError as error:
+        problem = str(error)
     if not problem:
         return
     os.environ[_OFFLINE] = "1"
@@ -75,13 +78,6 @@ def loading(setting: str, path: str, remedy: str = "") -> Iterator[None]:
 
 def _try(url: str) -> str:
     """Why no server answers at `url`; empty if one does, whatever it says."""
-    try:
-        return call_within(SECONDS, lambda: _ask(url))  # looking up a name has no time limit of its own
-    except TimeoutError as error:
-        return str(error)
-
-
-def _ask(url: str) -> str:
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=SECONDS).close()
     except urllib.error.HTTPError:

@@ -47,7 +47,7 @@ def resolve_paths(
             looks_local = not text or text[0] in "./~" or text.endswith(".json") or text.count("/") > 1
             found = _find(text, folders)
             if found is None and (looks_local or path not in named.hub_ids_or_paths):
-                raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file {text!r} in {_names(folders)}")
+                raise ConfigError(f"{_setting(origins, path)}: no file {text!r} in {_names(folders)}")
             set_at(values, path, found or text)
     for path in named.patterns:
         if isinstance(text := get_at(values, path), str) and text:
@@ -82,7 +82,7 @@ def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mappi
         if files := sorted(file for file in matching if os.path.isfile(file)):
             return [str(Path(file).resolve()) for file in files]
     hint = f" (that is a folder: write {given / '*.jsonl'}, or the like)" if _find(pattern, folders) else ""
-    raise ConfigError(f"{_at(origins, path)}{'.'.join(path)}: no file matches {pattern!r} in {_names(folders)}{hint}")
+    raise ConfigError(f"{_setting(origins, path)}: no file matches {pattern!r} in {_names(folders)}{hint}")
 
 
 def _find(text: str, folders: Sequence[Path]) -> str | None:
@@ -97,8 +97,8 @@ def _names(folders: Sequence[Path]) -> str:
     return " or ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
 
 
-def _at(origins: Mapping[KeyPath, str], path: KeyPath) -> str:
-    return nearest_line(origins, path) or ""
+def _setting(origins: Mapping[KeyPath, str], path: KeyPath) -> str:
+    return f"{nearest_line(origins, path) or ''}{'.'.join(path)}"
 
 
 def get_at(values: Any, path: KeyPath) -> Any:

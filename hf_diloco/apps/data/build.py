@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hf_diloco.apps.data.packing import Encoder, PackedDataset, TokenBlocks, pack_dataset, pack_first
-from hf_diloco.apps.data.sources import (
-    DataBlock,
-    alternate,
-    open_documents,
-    open_evaluation,
-    open_files,
-    reading,
-    texts,
-)
+from hf_diloco.apps.data.sources import DataBlock, alternate, open_documents, open_evaluation, reading, texts
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import counted
@@ -62,7 +54,7 @@ def sample_texts(data: DataBlock, max_megabytes: float) -> Iterator[str]:
     """
     with reading(data):
         if data.source == "files" and data.streaming:
-            source = alternate([_stream([file], data) for file in data.files[:MAX_SAMPLED_FILES]])
+            source = alternate([open_documents(data, [file]) for file in data.files[:MAX_SAMPLED_FILES]])
         else:
             documents = open_documents(data)
             source = texts(documents if data.streaming else documents.shuffle(seed=0))
@@ -115,17 +107,14 @@ def _build_stream(
     mine = files_of_island(data.files, island, num_islands) if data.shares == "domains" else data.files
     documents = open_documents(data, mine)
     if evaluation is None:
-        whole = [open_documents(data)] if data.shares != "domains" else [_stream([file], data) for file in data.files]
-        held_out = (text for text in alternate(whole) if is_held_out(text, STREAM_EVAL_FRACTION))
+        each = [[file] for file in data.files] if data.shares == "domains" else [None]
+        whole = alternate([open_documents(data, files) for files in each])
+        held_out = (text for text in whole if is_held_out(text, STREAM_EVAL_FRACTION))
         evaluation = _eval_blocks(held_out, encoder, data)
         documents = without_held_out(documents, STREAM_EVAL_FRACTION)
     if data.shares == "iid":
         documents = share_documents(documents, island, num_islands)
     return PackedStream(documents, encoder, data.sequence_length), evaluation
-
-
-def _stream(files: list[str], data: DataBlock) -> Documents:
-    return open_files(files, data.text_column, streaming=True)
 
 
 def _eval_blocks(source: Iterator[str], encoder: Encoder, data: DataBlock) -> TokenBlocks:

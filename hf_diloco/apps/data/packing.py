@@ -28,10 +28,7 @@ SHARE_OF_MASKS, SHARE_OF_RANDOM = 0.8, 0.1  # of the hidden tokens; the rest sta
 
 
 class Encoder:
-    """Text to token numbers, with the end-of-text token after each document.
-
-    Raises `ConfigError` if the tokenizer has no such token.
-    """
+    """Text to token numbers, with the end-of-text token after each document; raises `ConfigError` if there is none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.eos_token_id is None:
@@ -55,9 +52,10 @@ class Encoder:
 class PackedDataset(TorchDataset[Example]):
     """Blocks of `sequence_length` tokens over tokenised documents, which are read in place (memory-mapped or not).
 
+    The tail that does not fill a block is left out.
+
     Args:
         documents: a dataset with the column `input_ids`, in reading order, as `Dataset.map` leaves it.
-        sequence_length: tokens in a block. The tail that does not fill one is left out.
 
     Attributes:
         pieces: the tokens, in reading order, as they lie in the dataset's chunks.
@@ -116,13 +114,8 @@ def pack_dataset(documents: datasets.Dataset, encoder: Encoder, sequence_length:
     features = Features({"input_ids": List(Value("int32"))})
     if len(documents) == 0:  # which `map` would leave as they are
         return PackedDataset(Dataset.from_dict({"input_ids": []}, features), sequence_length)
-    encoded = documents.map(
-        encoder.batch,
-        batched=True,
-        remove_columns=documents.column_names,
-        features=features,
-        desc="tokenising",
-    )
+    columns = documents.column_names
+    encoded = documents.map(encoder.batch, batched=True, remove_columns=columns, features=features, desc="tokenising")
     return PackedDataset(encoded, sequence_length)
 
 

@@ -142,19 +142,14 @@ def _open_csv(files: Sequence[str], text_column: str, streaming: bool) -> Docume
 
 
 def _load_files(reader: str, files: Sequence[str], text_column: str, streaming: bool, **options: Any) -> Documents:
-    options["data_files"] = {"train": list(map(_literal, files))}
+    # `datasets` reads names of files of this machine as patterns: `a[1].txt` would be `a1.txt`.
+    options["data_files"] = {"train": [file if "://" in file else glob.escape(file) for file in files]}
     return _load(reader, text_column, streaming, _names(files), split="train", **options)
-
-
-def _literal(file: str) -> str:
-    """A file of this machine as `datasets` takes it, which reads names as patterns: `a[1].txt` would be `a1.txt`."""
-    return file if "://" in file else glob.escape(file)
 
 
 def texts(documents: Documents) -> Iterator[str]:
     """The documents one after the other, without the empty ones."""
-    rows = iter(documents)
-    for row in rows:
+    for row in documents:
         if row["text"] and row["text"].strip():
             yield row["text"]
 

@@ -14,13 +14,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
-from hf_diloco.apps.common.training import (
-    LONGEST_PREPARATION,
-    Assembled,
-    check_world,
-    find_checkpoint,
-    leader_first,
-)
+from hf_diloco.apps.common.training import LONGEST_PREPARATION, Assembled, check_world, find_checkpoint, leader_first
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.packing import Masking
 from hf_diloco.apps.data.stream import DataPositionCallback, PackedStream, read_position

@@ -12,13 +12,7 @@ from torch.utils.data import Subset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
-from hf_diloco.apps.common.training import (
-    LONGEST_PREPARATION,
-    Assembled,
-    check_world,
-    find_checkpoint,
-    leader_first,
-)
+from hf_diloco.apps.common.training import LONGEST_PREPARATION, Assembled, check_world, find_checkpoint, leader_first
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.model import build_model

@@ -31,11 +31,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     persistent workers keep the epoch that they began with.
 
     Args:
-        images: the pixels.
-        labels: int64 [examples].
-        normalization: the same on all nodes.
-        augmentation: None or inactive: every epoch gives the same.
-        seed: of the augmentation.
+        augmentation: with `seed`; None or inactive: every epoch gives the same.
         numbers: int64 [examples] of the examples in the whole training set, on which augmentation depends.
         crops: makes the pixels instead of `images`.
     """
@@ -114,17 +110,11 @@ def augment(block: AugmentBlock, pixels: torch.Tensor, seed: int, epoch: int, ex
     tops = (uniform("row", seed, epoch, examples) * num_places).astype(np.int64)
     lefts = (uniform("column", seed, epoch, examples) * num_places).astype(np.int64)
     flips = (uniform("flip", seed, epoch, examples) < 0.5) & block.horizontal_flip
-    return _crop_and_flip(pixels, block.random_crop, *map(torch.from_numpy, (tops, lefts, flips)))
-
-
-def _crop_and_flip(
-    pixels: torch.Tensor, padding: int, tops: torch.Tensor, lefts: torch.Tensor, flips: torch.Tensor
-) -> torch.Tensor:
     batch, channels, size, _ = pixels.shape
     steps = torch.arange(size)
-    rows = tops[:, None] + steps
-    columns = lefts[:, None] + torch.where(flips[:, None], size - 1 - steps, steps)
-    padded = pad(pixels, [padding] * 4)  # with black
+    rows = torch.from_numpy(tops)[:, None] + steps
+    columns = torch.from_numpy(lefts)[:, None] + torch.where(torch.from_numpy(flips)[:, None], size - 1 - steps, steps)
+    padded = pad(pixels, [block.random_crop] * 4)  # with black
     places = (rows[:, :, None] * padded.shape[-1] + columns[:, None, :]).view(batch, 1, size * size)
     taken = padded.reshape(batch, channels, -1).gather(2, places.expand(batch, channels, size * size))
     return taken.view(batch, channels, size, size)
