@@ -30,6 +30,8 @@ from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.urls import is_object_store
 
 CPUS_PER_GPU = 8
+_NEED_IMAGE = ("compose", "kubernetes", "skypilot")
+_WITHOUT_FOLDERS = ("kubernetes", "skypilot")  # of this machine
 _SERVER = "rendezvous:29400"
 _PASSED_ON = (
     *(ENV_KEY, "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"),
@@ -116,7 +118,7 @@ def plan_deployment(
     For its arguments see `Deployment`; where `num_gpus` is None, the run file says it.
 
     Raises:
-        ConfigError: they cannot, or the run file or an option does not fit.
+        ConfigError: they cannot, or the run file or an option does not fit the engine.
     """
     if kind_of(options.run_file).unit != "island":
         raise ConfigError(
@@ -131,6 +133,14 @@ def plan_deployment(
         raise ConfigError(
             f"--gpus-per-island {num_gpus}, but launch.use_cpu is true: give 0, or remove launch.use_cpu"
         )
+    if engine in _NEED_IMAGE and not image:
+        raise ConfigError(f"{engine} starts containers: give --image, one in which hf-diloco is installed")
+    if engine != "slurm" and num_nodes > 1:
+        raise ConfigError(
+            f"--nodes-per-island {num_nodes}: an island of {engine} runs on one node; give 1, or use slurm"
+        )
+    if engine != "compose" or run.meeting.rendezvous is not None:  # for which it has a server
+        _check_store(run.meeting.rendezvous, engine)
     return Deployment(
         run=run,
         run_file=find_run_file(options.run_file).resolve(),
@@ -145,16 +155,13 @@ def plan_deployment(
     )
 
 
-def check_store(deployment: Deployment, engine: str, *, has_folders: bool) -> None:
+def _check_store(rendezvous: str | None, engine: str) -> None:
     """Checks that islands which an engine starts, moves and starts again can meet.
-
-    Args:
-        has_folders: whether islands see the folders of this machine.
 
     Raises:
         ConfigError: the run has no rendezvous, or one that needs an address or a folder that islands may not have.
     """
-    rendezvous = deployment.rendezvous
+    has_folders = engine not in _WITHOUT_FOLDERS
     folder = "file:///DIR, " if has_folders else ""
     remedy = (
         f"Let the islands meet in an object store, --rendezvous s3://BUCKET/PREFIX, {folder}gs:// or az://, or at a "
@@ -216,7 +223,6 @@ Written = tuple[dict[str, str], str]
 
 def slurm(deployment: Deployment) -> Written:
     """A job array, of which each task is one island, on one node or several."""
-    check_store(deployment, "slurm", has_folders=True)
     num_ranks = deployment.num_nodes * deployment.num_processes
     config = accelerate.configuration(num_ranks, deployment.run.deepspeed is not None, deployment.num_nodes)
     files = {"islands.sbatch": _render("slurm/islands.sbatch.j2", deployment), "accelerate.yaml": config}
@@ -225,9 +231,6 @@ def slurm(deployment: Deployment) -> Written:
 
 def compose(deployment: Deployment) -> Written:
     """A service for each island, on one machine, and one to meet at where the run names no store."""
-    _check_image(deployment, "compose")
-    if deployment.rendezvous is not None:
-        check_store(deployment, "compose", has_folders=True)
     named = [Path(text) for _, text in _files_named(deployment.run, deployment.run.model_dump(mode="json"))]
     for path in (deployment.run_file, deployment.run_folder.resolve(), deployment.folder, *named):
         if not (deployment.working_folder / path).is_relative_to(deployment.working_folder):
@@ -253,16 +256,12 @@ def compose(deployment: Deployment) -> Written:
 
 def kubernetes(deployment: Deployment) -> Written:
     """An Indexed Job, of which each index is one island."""
-    _check_image(deployment, "kubernetes")
-    check_store(deployment, "kubernetes", has_folders=False)
     text = _render("kubernetes/job.yaml.j2", deployment, run_file=portable_run_file(deployment))
     return ({"job.yaml": text}, shlex.join(["kubectl", "apply", "-f", str(deployment.folder / "job.yaml")]))
 
 
 def skypilot(deployment: Deployment) -> Written:
     """A managed job, of which SkyPilot runs one for each island."""
-    _check_image(deployment, "skypilot")
-    check_store(deployment, "skypilot", has_folders=False)
     file = deployment.folder / "island.yaml"
     text = _render(
         "skypilot/island.yaml.j2",
@@ -278,8 +277,6 @@ def skypilot(deployment: Deployment) -> Written:
 
 def ray(deployment: Deployment) -> Written:
     """A job for each island, which keeps one task of Ray's for it."""
-    _check_one_node(deployment, "ray")
-    check_store(deployment, "ray", has_folders=True)
     output = deployment.run.output if Path(deployment.run.output).is_absolute() else "~/runs"
     arguments = deployment.launch_command("run.yaml", "--output", output)[2:]
     files = {
@@ -293,19 +290,6 @@ def ray(deployment: Deployment) -> Written:
 ENGINES: dict[str, Callable[[Deployment], Written]] = {
     engine.__name__: engine for engine in (slurm, compose, kubernetes, skypilot, ray)
 }
-
-
-def _check_image(deployment: Deployment, engine: str) -> None:
-    if not deployment.image:
-        raise ConfigError(f"{engine} starts containers: give --image, one in which hf-diloco is installed")
-    _check_one_node(deployment, engine)
-
-
-def _check_one_node(deployment: Deployment, engine: str) -> None:
-    if deployment.num_nodes > 1:
-        raise ConfigError(
-            f"--nodes-per-island {deployment.num_nodes}: an island of {engine} runs on one node; give 1, or use slurm"
-        )
 
 
 def _numbers(deployment: Deployment) -> str:
