@@ -132,31 +132,19 @@ class RunFile(BaseRun):
     diloco: DiLoCoBlock = Field(default_factory=DiLoCoBlock)
 
     @model_validator(mode="after")
-    def _check_domains(self) -> RunFile:
+    def _check_blocks(self) -> RunFile:
         if self.data.shares == "domains" and len(self.data.files) < self.diloco.num_shares:
             raise ValueError(
                 f"data.shares: domains gives file k to island k % num_islands, but {len(self.data.files)} files "
                 f"cannot serve {self.diloco.num_shares} islands"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> RunFile:
         if self.data.streaming and (workers := self.training.get("dataloader_num_workers")):
             raise ValueError(
                 f"training.dataloader_num_workers: {workers}, but a stream is read by rank 0 itself, which knows its "
                 "position; set it to 0, or data.streaming to false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tokens(self) -> RunFile:
         if self.diloco.enabled:
             refuse_uncounted(self.diloco.weight_by, self.training.get("include_num_input_tokens_seen"))
-        return self
-
-    @model_validator(mode="after")
-    def _check_optimizer(self) -> RunFile:
         if self.optimizer is not None:
             every = self.diloco.sync_every if self.diloco.enabled and self.diloco.num_shares > 1 else None
             settings = {**self.training, "deepspeed": self.deepspeed, "fsdp": self.fsdp, "sync_every": every}
