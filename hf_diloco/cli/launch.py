@@ -169,7 +169,6 @@ class Result:
     """How a launch ended.
 
     Attributes:
-        islands: the islands, all ended.
         failed: numbers of the islands that failed by themselves, in the order of their ends.
         forced: whether islands were ended without waiting for their checkpoint.
         signal: the first signal that the launcher received; None without one.
@@ -206,8 +205,6 @@ class Launcher:
     without each other go on when one fails or is stopped.
 
     Args:
-        plans: the islands to start.
-        display: shows them.
         grace: seconds that islands which are asked to stop may take.
         way_back: what brings one back while the others go on; empty: they cannot do without each other.
     """

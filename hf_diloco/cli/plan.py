@@ -72,12 +72,10 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class IslandPlan:
-    """How one island is started.
+    """How one island, or node, is started.
 
     Attributes:
-        number: the island's number in the run.
-        folder: its folder in the run folder.
-        command: program and arguments.
+        folder: its own, in the run folder.
         environment: changes to the launcher's environment; None removes a variable.
         files: files that are written before the start, by path.
         unit: what it is called: island, or node.
@@ -98,12 +96,9 @@ class IslandPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be started here.
+    """What will be started here: `islands`, of `num_islands` in the run.
 
     Attributes:
-        folder: of the run.
-        num_islands: in the run.
-        islands: those of this machine.
         rendezvous: where all islands meet; None for a run of one.
         survives_losses: whether the others go on when one is lost.
         crowding: that they share devices, or have more threads than this machine has cores; empty if neither.
@@ -118,7 +113,7 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """What each is called: island, or node."""
+        """As each island's."""
         return self.islands[0].unit
 
     @property

@@ -83,22 +83,18 @@ def _environment() -> dict[str, str]:
     """Names and values, in the order in which they are read; without secrets."""
     import psutil
 
+    gpus = cuda_devices()
     return {
         "hf-diloco": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         **{name: installed_version(name) or "not installed" for name in _PACKAGES},
         "cuda": _cuda(),
-        "gpus": _gpus(),
+        "gpus": f"{len(gpus)} ({', '.join(gpus)})" if gpus else "none",
         "cores": str(num_cores()),
         "memory": text.size(psutil.virtual_memory().total),
         **{name: str(redact(value, name)) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
     }
-
-
-def _gpus() -> str:
-    found = cuda_devices()
-    return f"{len(found)} ({', '.join(found)})" if found else "none"
 
 
 def _cuda() -> str:

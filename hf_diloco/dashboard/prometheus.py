@@ -11,11 +11,11 @@ from hf_diloco.status.models import RunStatus
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     from hf_diloco.report.read import IslandRun, Run
     from hf_diloco.report.summary import Report
 
+COUNTERS = ("bytes_sent", "bytes_received", "seconds")
 HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class _Figures:
     def collect(self) -> Iterator[Metric]:
         """All of them."""
         look = self._look
-        yield self._gauge("problems", "What could not be read at the last look.", {(): len(look.problems)})
+        yield self._family("problems", "What could not be read at the last look.", {(): len(look.problems)})
         if look.run and look.report:
             yield from self._of_folder(look.run, look.report)
         if look.status:
@@ -50,27 +50,27 @@ class _Figures:
 
     def _of_folder(self, run: Run, report: Report) -> Iterator[Metric]:
         islands, now = {one.island: one for one in report.islands}, self._look.now
-        yield self._gauge("eval_loss", "Evaluation loss of the outer weights, in nats.", {(): report.eval_loss})
+        yield self._family("eval_loss", "Evaluation loss of the outer weights, in nats.", {(): report.eval_loss})
         yield self._each("recorded_step", "Optimizer steps that the record goes to.", islands, lambda one: one.steps)
         yield self._each("rounds", "Rounds on record.", islands, lambda one: one.num_rounds)
         yield self._each("train_loss", "Last training loss, in nats.", islands, lambda one: one.train_loss)
         yield self._each("step", "Optimizer steps done.", now, lambda one: one.progress.step)
         yield self._each("progress_age_seconds", "Since it last said where it stands.", now, lambda one: one.age)
         speeds = {(str(name), one.progress.unit): one.progress.tokens_per_second for name, one in now.items()}
-        yield self._gauge("speed", "Tokens or images a second, recently.", speeds, "island", "unit")
+        yield self._family("speed", "Tokens or images a second, recently.", speeds, "island", "unit")
         for kind in ("bytes_sent", "bytes_received"):
             sums = {(str(island.island),): _everything(island, kind) for island in run.islands}
-            yield self._counter(kind, "Payload of all rounds.", sums, "island")
+            yield self._family(kind, "Payload of all rounds.", sums, "island")
         times = {name: (one.seconds or TimeSplit()).parts() for name, one in islands.items()}
         seconds = {(str(name), part): spent for name, parts in times.items() for part, spent in parts.items()}
-        yield self._counter("seconds", "Where the time went.", seconds, "island", "part")
+        yield self._family("seconds", "Where the time went.", seconds, "island", "part")
 
     def _of_store(self, status: RunStatus) -> Iterator[Metric]:
         islands = {one.island: one for one in status.islands}
-        yield self._gauge("store_round", "Rounds committed.", {(): status.round})
-        yield self._gauge("store_refused_objects", "Objects that were refused.", {(): len(status.refused)})
+        yield self._family("store_round", "Rounds committed.", {(): status.round})
+        yield self._family("store_refused_objects", "Objects that were refused.", {(): len(status.refused)})
         stored = {(kind,): size for kind, size in status.stored.model_dump().items()}
-        yield self._gauge("store_bytes", "What lies in the store.", stored, "kind")
+        yield self._family("store_bytes", "What lies in the store.", stored, "kind")
         alive = "Whether its sign of life was seen to change."
         yield self._each("store_island_alive", alive, islands, lambda one: one.presence == "alive")
         yield self._each("store_island_lag", "Rounds behind the newest committed one.", islands, lambda one: one.lag)
@@ -79,22 +79,16 @@ class _Figures:
 
     def _each(self, name: str, text: str, islands: Mapping[int, T], figure: Callable[[T], float | None]) -> Metric:
         """A gauge of each island."""
-        return self._gauge(name, text, {(str(number),): figure(one) for number, one in islands.items()}, "island")
+        return self._family(name, text, {(str(number),): figure(one) for number, one in islands.items()}, "island")
 
-    def _gauge(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
-        from prometheus_client.core import GaugeMetricFamily
+    def _family(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        return self._filled(GaugeMetricFamily(f"hf_diloco_{name}", text, labels=["run", *labels]), samples)
-
-    def _counter(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
-        from prometheus_client.core import CounterMetricFamily
-
-        return self._filled(CounterMetricFamily(f"hf_diloco_{name}", text, labels=["run", *labels]), samples)
-
-    def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
-        for labels, value in samples.items():
-            if value is not None:
-                family.add_metric([self._look.name, *labels], float(value))
+        kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+        family = kind(f"hf_diloco_{name}", text, labels=["run", *labels])
+        for values, figure in samples.items():
+            if figure is not None:
+                family.add_metric([self._look.name, *values], float(figure))
         return family
 
 

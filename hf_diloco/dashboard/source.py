@@ -33,7 +33,6 @@ class Look:
     """What was found at one moment.
 
     Attributes:
-        name: of the run.
         run, report: what the run folder holds; None without one.
         now: where each island of the folder stands that says so.
         status: what the store says; None without one.

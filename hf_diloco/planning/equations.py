@@ -134,8 +134,6 @@ def outer_exchange(code_bytes: float, num_islands: int, link: Link, way: Way, av
 
     Args:
         code_bytes: of the fragment, encoded.
-        num_islands: that take part.
-        link: of each island.
         way: "direct": from island to island; "island 0": the same, with the records in the store of island 0; "store":
             with them in another store; "bucket": all in a store.
         averaged_by_all: whether every island gets the code of all others, see `transport.base.averaged_by_all`.

@@ -27,8 +27,6 @@ class Scenario:
         num_parameters: that are trained.
         largest_layer: parameters of the largest module that holds any.
         num_layers: blocks of the model.
-        diloco: settings of the outer loop.
-        link: of each island.
         step_seconds: of one inner step, without communication.
         num_ranks: of an island.
         stage: of ZeRO; None without DeepSpeed.

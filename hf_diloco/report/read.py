@@ -39,8 +39,6 @@ class IslandRun:
     """What one island recorded.
 
     Attributes:
-        island: its number.
-        folder: the island's.
         record: where its record lies; a script may write it to a folder of its own.
         sections: every stretch of training, also the parts that a resume threw away.
         num_bad_lines: unreadable lines, apart from a section's torn last one (which a killed process leaves).
@@ -80,8 +78,6 @@ class Run:
     """A run folder.
 
     Attributes:
-        name: the run's name.
-        folder: the run folder.
         islands: the islands whose records are here, by number.
         settings: `run.json`: the resolved configuration; empty when there is none.
         model: the folder of the final model, if the run has written it.

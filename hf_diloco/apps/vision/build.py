@@ -49,7 +49,6 @@ class ImageData:
         train: this node's share, with augmentation.
         evaluation: the same on all nodes, without.
         labels: names of the classes, by number.
-        num_channels: 1 or 3.
         image_size: pixels of a side.
         share_sizes: examples of each node.
         label_counts: examples of each class in this node's share.
