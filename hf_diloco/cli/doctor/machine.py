@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -94,49 +95,33 @@ def check_torch() -> Iterator[Finding]:
     """Whether PyTorch sees the accelerators of the machine, and computes in bf16."""
     import torch
 
-    devices = cuda_devices()
-    cuda = torch.version.cuda
+    devices, cuda, version = cuda_devices(), torch.version.cuda, torch.__version__
+    wanted, count = text.counted(len(devices), "CUDA device"), torch.cuda.device_count()
+    remedy = ""
     if devices and cuda is None:
-        yield Finding(
-            "torch",
-            "problem",
-            f"{torch.__version__} is built for CPUs, and the machine has {_devices(len(devices))}",
-            "install PyTorch for CUDA: https://pytorch.org/get-started/locally",
-        )
+        found = f"{version} is built for CPUs, and the machine has {wanted}"
+        remedy = "install PyTorch for CUDA: https://pytorch.org/get-started/locally"
     elif devices and not torch.cuda.is_available():
-        yield Finding(
-            "torch",
-            "problem",
-            f"{torch.__version__} for CUDA {cuda} cannot use the {_devices(len(devices))}",
-            "update the NVIDIA driver, or install a PyTorch for an older CUDA",
-        )
-    elif (count := torch.cuda.device_count()) < len(devices):
-        yield Finding(
-            "torch",
-            "problem",
-            f"{torch.__version__} sees {count} of {_devices(len(devices))}: islands and ranks that are given the "
-            "others fail",
-            f"name in {_VISIBLE} only devices that work; `nvidia-smi` and `dmesg` say what is wrong with one",
-        )
+        found = f"{version} for CUDA {cuda} cannot use the {wanted}"
+        remedy = "update the NVIDIA driver, or install a PyTorch for an older CUDA"
+    elif count < len(devices):
+        found = f"{version} sees {count} of {wanted}: islands and ranks that are given the others fail"
+        remedy = f"name in {_VISIBLE} only devices that work; `nvidia-smi` and `dmesg` say what is wrong with one"
     elif devices:
         names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
-        yield Finding("torch", "ok", f"{torch.__version__}, {_devices(count)}: {', '.join(names)}")
+        found = f"{version}, {text.counted(count, 'CUDA device')}: {', '.join(names)}"
     elif _VISIBLE not in os.environ and torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        yield Finding(
-            "torch",
-            "warning",
-            f"{torch.__version__} sees {_devices(count)}, but nvidia-smi lists none: training is on the CPU",
-            f"set {_VISIBLE}={','.join(map(str, range(count)))}; in a container, NVIDIA_DRIVER_CAPABILITIES lacks "
-            "utility",
+        found = (
+            f"{version} sees {text.counted(count, 'CUDA device')}, but nvidia-smi lists none: training is on the CPU"
         )
+        remedy = (
+            f"set {_VISIBLE}={','.join(map(str, range(count)))}; in a container, NVIDIA_DRIVER_CAPABILITIES lacks "
+        )
+        remedy += "utility"
     else:
-        yield Finding("torch", "ok", f"{torch.__version__}, no CUDA device: training is on the CPU")
+        found = f"{version}, no CUDA device: training is on the CPU"
+    yield judge("torch", not remedy, found, remedy, "problem" if devices else "warning")
     yield _bf16(bool(devices) and torch.cuda.is_available())
-
-
-def _devices(count: int) -> str:
-    return text.counted(count, "CUDA device")
 
 
 def _bf16(on_cuda: bool) -> Finding:
@@ -148,17 +133,12 @@ def _bf16(on_cuda: bool) -> Finding:
         return Finding(
             "bf16", "warning", "the CUDA devices only emulate bf16", "train in fp16 or fp32 (training.bf16)"
         )
-    if re.search(r"avx512_bf16|amx_bf16|\bbf16\b", _cpu_flags()):
+    flags = ""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        flags = file.read()
+    if re.search(r"^(flags|Features)\b.*(avx512_bf16|amx_bf16|\bbf16\b)", flags, re.MULTILINE):
         return Finding("bf16", "ok", "the processor computes in bf16")
     return Finding("bf16", "ok", "the processor only emulates bf16: fp32 is as fast")
-
-
-def _cpu_flags() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line for line in file if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return ""
 
 
 def check_deepspeed_build() -> Iterator[Finding]:
