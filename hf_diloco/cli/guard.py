@@ -57,11 +57,9 @@ def end_descendants(grace: float, parent: int | None = None) -> None:
 
 
 def _descendants(parent: int | None) -> list[psutil.Process]:
-    try:
-        children = psutil.Process(parent).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [child for child in children if _is_running(child)]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(filter(_is_running, psutil.Process(parent).children(recursive=True)))
+    return []
 
 
 def _is_running(process: psutil.Process) -> bool:

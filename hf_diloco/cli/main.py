@@ -6,9 +6,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -23,9 +22,6 @@ from hf_diloco.cli.init import init
 from hf_diloco.cli.topology import topology
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, DiLoCoError
-
-if TYPE_CHECKING:
-    from hf_diloco.report.compare import Candidate
 
 app = group("Train one model on several islands of accelerators with little traffic between them (DiLoCo).")
 
@@ -210,25 +206,19 @@ def compare(
 
     [cyan]hf-diloco compare runs/first runs/second --json | jq '.[] | {name, eval_loss}'[/cyan]
     """
-    from hf_diloco.report.compare import load_candidates, write_comparison
+    from hf_diloco.report.compare import COLUMNS, load_candidates, row, write_comparison
+    from hf_diloco.utils.tables import empty_table, output, plain, print_figures
 
     found = load_candidates(runs)
     if as_json:
         typer.echo(json.dumps([entry.as_dict() for entry in found], indent=2))
     else:
-        _print_comparison(found)
+        table = empty_table((name.replace(" ", "\n") for name in COLUMNS), words=("run", "method"))
+        for entry in found:
+            table.add_row(*map(plain, row(entry)))
+        print_figures(output(), table)
     if html is not None:
         typer.echo(f"wrote {write_comparison(found, html)}", err=as_json)
-
-
-def _print_comparison(found: Sequence[Candidate]) -> None:
-    from hf_diloco.report.compare import COLUMNS, row
-    from hf_diloco.utils.tables import empty_table, output, plain, print_figures
-
-    table = empty_table((name.replace(" ", "\n") for name in COLUMNS), words=("run", "method"))
-    for entry in found:
-        table.add_row(*map(plain, row(entry)))
-    print_figures(output(), table)
 
 
 def config_schema(

@@ -89,22 +89,19 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
         check_all(run)
         out.print(f"this process would train {counted(num_islands, run.unit)} in {run.folder}", soft_wrap=True)
         return 0
-    code = _simulate(run, num_islands)
+    if isinstance(run, VisionRun):
+        code = simulate_nodes(run, num_islands, is_command=True)
+    else:
+        assert isinstance(run, RunFile)
+        use_cache_without_hub(run.needs_hub)  # before transformers is imported
+        from hf_diloco.apps.lm.simulate import simulate_islands
+
+        code = simulate_islands(run, is_command=True)
     if code:
         out.print(f"stopped; the same command goes on from the checkpoints in {run.folder}")
     else:
         _print_report(run, out)
     return code
-
-
-def _simulate(run: BaseRun, num_islands: int) -> int:
-    if isinstance(run, VisionRun):
-        return simulate_nodes(run, num_islands, is_command=True)
-    assert isinstance(run, RunFile)
-    use_cache_without_hub(run.needs_hub)  # before transformers is imported
-    from hf_diloco.apps.lm.simulate import simulate_islands
-
-    return simulate_islands(run, is_command=True)
 
 
 # The end

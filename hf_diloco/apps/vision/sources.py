@@ -70,8 +70,9 @@ def _open(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
         return _digits(), None, [str(digit) for digit in range(10)]
     if data.source == "idx":
         folder = Path(str(data.path))
-        train = _idx_split(folder, "train")
-        evaluation = _idx_split(folder, "t10k") if any(folder.glob("t10k-*-ubyte*")) else None
+        train = ArrayPictures(*read_images_and_labels(folder, "train"))
+        has_more = any(folder.glob("t10k-*-ubyte*"))
+        evaluation = ArrayPictures(*read_images_and_labels(folder, "t10k")) if has_more else None
         return train, evaluation, data.label_names or [str(number) for number in range(int(train.labels.max()) + 1)]
     return _open_folder(Path(str(data.path))) if data.source == "folder" else _open_hub(data)
 
@@ -85,11 +86,6 @@ def _digits() -> ArrayPictures:
         table = np.loadtxt(lines, delimiter=",")
     pictures = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8)
     return ArrayPictures(pictures.reshape(-1, 8, 8), table[:, -1].astype(np.int64))
-
-
-def _idx_split(folder: Path, prefix: str) -> ArrayPictures:
-    images, labels = read_images_and_labels(folder, prefix)
-    return ArrayPictures(images, labels.reshape(-1).astype(np.int64))
 
 
 def _check_labels(labels: IntArray, names: list[str], data: ImageDataBlock) -> None:
@@ -257,9 +253,8 @@ def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
     """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            shape = _read_header(file, path, num_dimensions)
+            shape = _read_shape(file, path, num_dimensions)
             size = math.prod(shape)
-            _check_size(path, size, 4 + 4 * num_dimensions)
             content = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"data.path: cannot read {path}: {type(error).__name__}: {error}; {_REMEDY}") from error
@@ -269,8 +264,8 @@ def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
     return np.frombuffer(content, dtype=np.uint8).reshape(shape).copy()
 
 
-def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, UInt8Array]:
-    """The images [examples, rows, columns] and labels [examples] of one split, both uint8.
+def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, IntArray]:
+    """The images, uint8 [examples, rows, columns], and labels, int64 [examples], of one split.
 
     Args:
         folder: holds PREFIX-images-idx3-ubyte and PREFIX-labels-idx1-ubyte, or both with .gz.
@@ -281,7 +276,7 @@ def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, UInt8
     """
     images_path = _find_idx(folder, f"{prefix}-images-idx3-ubyte")
     labels_path = _find_idx(folder, f"{prefix}-labels-idx1-ubyte")
-    labels = read_idx(labels_path, 1)
+    labels = read_idx(labels_path, 1).reshape(-1).astype(np.int64)
     images = read_idx(images_path, 3)
     if len(images) != len(labels):
         raise ConfigError(
@@ -301,7 +296,7 @@ def _find_idx(folder: Path, name: str) -> Path:
     raise ConfigError(f"data.path: {folder} has neither {name} nor {name}.gz; give the folder of the idx files")
 
 
-def _read_header(file: gzip.GzipFile | BufferedReader, path: Path, num_dimensions: int) -> tuple[int, ...]:
+def _read_shape(file: gzip.GzipFile | BufferedReader, path: Path, num_dimensions: int) -> tuple[int, ...]:
     header = file.read(4 + 4 * num_dimensions)
     expected = bytes([0, 0, _UNSIGNED_BYTE, num_dimensions])
     if header[:4] != expected:
@@ -311,13 +306,11 @@ def _read_header(file: gzip.GzipFile | BufferedReader, path: Path, num_dimension
         )
     if len(header) < 4 + 4 * num_dimensions:
         raise ConfigError(f"data.path: {path} ends in its header; {_REMEDY}")
-    return tuple(int(size) for size in np.frombuffer(header[4:], dtype=">u4"))
-
-
-def _check_size(path: Path, size: int, header: int) -> None:
-    on_disk = path.stat().st_size
-    fits = size <= on_disk * _MAX_DEFLATE_RATIO if path.suffix == ".gz" else size + header == on_disk
+    shape = tuple(int(size) for size in np.frombuffer(header[4:], dtype=">u4"))
+    size, on_disk = math.prod(shape), path.stat().st_size
+    fits = size <= on_disk * _MAX_DEFLATE_RATIO if path.suffix == ".gz" else size + len(header) == on_disk
     if not fits:
         raise ConfigError(
             f"data.path: {path} announces {size} bytes of data, but has {on_disk} bytes on disk; {_REMEDY}"
         )
+    return shape
