@@ -65,7 +65,6 @@ class Observer:
     """Looks at the run in a store, as often as it is asked.
 
     Args:
-        store: where its islands meet.
         key: the run's; empty for none.
         num_rounds: how many of the last rounds to describe.
         clock: by which it waits.

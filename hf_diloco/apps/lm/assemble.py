@@ -70,7 +70,13 @@ def assemble(
     _check_data(run, args, data)
     progress.update(message="building the model")
     model = _model(run, args, tokenizer, sketch.num_parameters())
-    callback = _outer_loop(run, config, data, tokenizer, simulated or DiLoCoCallback)
+    stop_file = run.island_folder() / STOP_FILE
+    callback: DiLoCoCallback | PlainCallback
+    if config is None:
+        callback = PlainCallback(run.diloco, run.data.sequence_length, stop_file)
+    else:
+        make, facts, given = simulated or DiLoCoCallback, facts_of(run, data, tokenizer), run.checkpoint_given()
+        callback = make(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
     progress.update(message="meeting the other islands" if run.diloco.num_islands > 1 else "starting")
     checkpoint = find_checkpoint(run, callback)
     trainer = _trainer(run, model, args, tokenizer, data, callback, checkpoint, progress)
@@ -126,20 +132,6 @@ def _check_data(run: RunFile, args: TrainingArguments, data: Datasets) -> None:
             f"data: island {run.diloco.island}'s share has {len(data.train)} sequences of {run.data.sequence_length} "
             f"tokens, fewer than the {at_once} of one batch; use more text, fewer islands or a smaller batch"
         )
-
-
-def _outer_loop(
-    run: RunFile,
-    config: DiLoCoConfig | None,
-    data: Datasets,
-    tokenizer: PreTrainedTokenizerBase,
-    make_callback: Callable[..., DiLoCoCallback],
-) -> DiLoCoCallback | PlainCallback:
-    stop_file = run.island_folder() / STOP_FILE
-    if config is None:
-        return PlainCallback(run.diloco, run.data.sequence_length, stop_file)
-    facts, checkpoint = facts_of(run, data, tokenizer), run.checkpoint_given()
-    return make_callback(config, fingerprint=facts, resume_from_checkpoint=checkpoint, stop_file=stop_file)
 
 
 def facts_of(run: RunFile, data: Datasets, tokenizer: PreTrainedTokenizerBase) -> Facts:
