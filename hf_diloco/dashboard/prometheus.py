@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_diloco.dashboard.source import Look
-from hf_diloco.report.island import TimeSplit, exchanges, total
+from hf_diloco.report.island import TimeSplit, exchanged
 from hf_diloco.status.models import RunStatus
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from hf_diloco.report.read import IslandRun, Run
+    from hf_diloco.report.read import Run
     from hf_diloco.report.summary import Report
 
 COUNTERS = ("bytes_sent", "bytes_received", "seconds")
@@ -58,9 +58,10 @@ class _Figures:
         yield self._each("progress_age_seconds", "Since it last said where it stands.", now, lambda one: one.age)
         speeds = {(str(name), one.progress.unit): one.progress.tokens_per_second for name, one in now.items()}
         yield self._family("speed", "Tokens or images a second, recently.", speeds, "island", "unit")
-        for kind in ("bytes_sent", "bytes_received"):
-            sums = {(str(island.island),): _everything(island, kind) for island in run.islands}
-            yield self._family(kind, "Payload of all rounds.", sums, "island")
+        sent = {(str(island.island),): exchanged(island, "bytes_sent") for island in run.islands}
+        yield self._family("bytes_sent", "Payload of all rounds.", sent, "island")
+        received = {(str(island.island),): exchanged(island, "bytes_received") for island in run.islands}
+        yield self._family("bytes_received", "Payload of all rounds.", received, "island")
         times = {name: (one.seconds or TimeSplit()).parts() for name, one in islands.items()}
         seconds = {(str(name), part): spent for name, parts in times.items() for part, spent in parts.items()}
         yield self._family("seconds", "Where the time went.", seconds, "island", "part")
@@ -90,8 +91,3 @@ class _Figures:
             if figure is not None:
                 family.add_metric([self._look.name, *values], float(figure))
         return family
-
-
-def _everything(island: IslandRun, kind: str) -> int | None:
-    """All bytes of an island. What a resume threw away counts too, so that the figure never falls."""
-    return total([0, *(getattr(one, kind) for section in island.sections for one in exchanges(section))])

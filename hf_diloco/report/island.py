@@ -140,7 +140,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
     outer, inner = _last_evaluations(island, steps if end else None)
     nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
     bytes_sent = total(sync.bytes_sent for sync in syncs) if syncs else nothing
-    everything = total([0, *(one.bytes_sent for section in island.sections for one in exchanges(section))])
+    everything = exchanged(island, "bytes_sent")
     token_rate = _per_second(island.sections, "tokens_per_step")
     train_losses = [record.loss for record in island.of(Train) if record.loss is not None]
     sample = island.summary.get("sample")
@@ -178,6 +178,11 @@ def exchanges(records: IslandRun | Section) -> list[Sync | Mix | Train]:
     if any(not start.has_outer_loop for start in starts):
         between += [train for train in records.of(Train) if train.bytes_sent is not None]
     return between
+
+
+def exchanged(island: IslandRun, kind: Literal["bytes_sent", "bytes_received"]) -> int | None:
+    """All bytes of an island. What a resume threw away counts too, so that the figure never falls."""
+    return total([0, *(getattr(one, kind) for section in island.sections for one in exchanges(section))])
 
 
 def total(values: Iterable[_Number | None]) -> _Number | None:
