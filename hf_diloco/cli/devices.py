@@ -114,35 +114,28 @@ def describe_crowding(
         num_islands, num_processes, threads: how many there are, of one, and of one of these.
         shares: the devices of each.
     """
-    lines = [_shared_devices(unit, shares), _crowded_cores(unit, num_islands, num_processes, threads)]
-    return "\n".join(filter(None, lines))
+    lines = []
+    if num_sharing(shares) > 1:
+        used = sorted({device for share in shares for device in share})
+        lines.append(
+            f"{counted(len(shares), unit)} share {counted(len(used), 'CUDA device')} ({', '.join(used)}): they take "
+            "turns there, and its memory must hold all of them; to each its own, start some on other machines with "
+            "--island"
+        )
+    cores, needed = num_cores(), num_islands * num_processes * threads
+    if needed > cores:
+        processes = f" of {num_processes} processes" if num_processes > 1 else ""
+        remedy = "set OMP_NUM_THREADS lower, or unset it" if threads > 1 else "start fewer of them here"
+        lines.append(
+            f"{counted(num_islands, unit)}{processes} with {counted(threads, 'thread')} each keep {needed} cores "
+            f"busy, and this machine has {cores}: they slow each other down; {remedy}"
+        )
+    return "\n".join(lines)
 
 
 def num_sharing(shares: Sequence[Sequence[str]]) -> int:
     """How many islands use the device that most of them use; 1 if each has its own."""
     return max(Counter(device for share in shares for device in share).values(), default=1)
-
-
-def _shared_devices(unit: str, shares: Sequence[Sequence[str]]) -> str:
-    if num_sharing(shares) == 1:
-        return ""
-    used = sorted({device for share in shares for device in share})
-    return (
-        f"{counted(len(shares), unit)} share {counted(len(used), 'CUDA device')} ({', '.join(used)}): they take turns "
-        "there, and its memory must hold all of them; to each its own, start some on other machines with --island"
-    )
-
-
-def _crowded_cores(unit: str, num_islands: int, num_processes: int, threads: int) -> str:
-    cores, needed = num_cores(), num_islands * num_processes * threads
-    if needed <= cores:
-        return ""
-    processes = f" of {num_processes} processes" if num_processes > 1 else ""
-    remedy = "set OMP_NUM_THREADS lower, or unset it" if threads > 1 else "start fewer of them here"
-    return (
-        f"{counted(num_islands, unit)}{processes} with {counted(threads, 'thread')} each keep {needed} cores busy, "
-        f"and this machine has {cores}: they slow each other down; {remedy}"
-    )
 
 
 def free_ports(num_ports: int) -> list[int]:

@@ -18,8 +18,8 @@ from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.apps.vision.train import simulate_nodes
 from hf_diloco.cli.display import make_display, terminal
-from hf_diloco.cli.launch import Island, Launcher, Result
-from hf_diloco.cli.log import FINISHED, Outcome
+from hf_diloco.cli.launch import Launcher, Result
+from hf_diloco.cli.log import FINISHED
 from hf_diloco.cli.plan import LaunchOptions, Plan, is_from_environment, leave_other_launchers, load_options, make_plan
 from hf_diloco.cli.validate import check_all
 from hf_diloco.config.base import ENV_ISLAND
@@ -129,24 +129,20 @@ def print_failures(result: Result, err: Console) -> None:
         (i for i in result.islands if i.number in result.failed), key=lambda i: result.outcome(i).code >= 0
     )
     for island in failed:
-        _print_failure(island, result.outcome(island), None if island is failed[0] else result.outcome(failed[0]), err)
+        outcome, is_first = result.outcome(island), island is failed[0]
+        if not is_first and outcome.error == result.outcome(failed[0]).error:
+            what = f"{island.name} failed for the same reason"
+        else:
+            error = outcome.error.removeprefix("error: ") or "it said nothing"
+            what = f"{island.name} {'' if is_first else 'then '}failed ({outcome.ending}): {error}"
+        _say(err, ("error: ", "bold red"), what)
+        if outcome.ending == "SIGKILL":
+            _say(err, "       where nobody has killed it, the system did, mostly for want of memory: see `dmesg`")
+        _say(err, f"       log: {island.log_path}")
 
 
 def _print_report(run: BaseRun, out: Console) -> None:
     print_report(summarise(load_run(run.folder)), out)
-
-
-def _print_failure(island: Island, outcome: Outcome, cause: Outcome | None, err: Console) -> None:
-    """Prints why an island failed; `cause` is the outcome of the one that failed first, if that was another."""
-    if cause and outcome.error == cause.error:
-        what = f"{island.name} failed for the same reason"
-    else:
-        error = outcome.error.removeprefix("error: ") or "it said nothing"
-        what = f"{island.name} {'then ' if cause else ''}failed ({outcome.ending}): {error}"
-    _say(err, ("error: ", "bold red"), what)
-    if outcome.ending == "SIGKILL":
-        _say(err, "       where nobody has killed it, the system did, mostly for want of memory: see `dmesg`")
-    _say(err, f"       log: {island.log_path}")
 
 
 def _say(console: Console, *parts: str | tuple[str, str]) -> None:

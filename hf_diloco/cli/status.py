@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
 from hf_diloco.report import load_run
-from hf_diloco.status.check import CheckReport, Finding, check_store, set_aside
+from hf_diloco.status.check import CheckReport, check_store, set_aside
 from hf_diloco.status.models import ROUND_COLUMNS, RunStatus, figures, island_columns, island_row, round_row
 from hf_diloco.status.observer import TIMEOUT, Observer, observe
 from hf_diloco.store.credentials import load_key
@@ -185,11 +185,7 @@ def _show_found(report: CheckReport) -> None:
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(report.counts.items()))
     console.print(f"found     {counts or 'nothing wrong'}", markup=False)
     for finding in report.findings:
-        console.print(_line(finding), markup=False, soft_wrap=True, style=_KIND_STYLES[finding.kind])
-
-
-def _line(finding: Finding) -> str:
-    size = f", {text.size(finding.num_bytes)}" if finding.num_bytes else ""
-    line = f"{finding.kind} {finding.path}{size}: {finding.reason}"
-    line += f"; moved to {finding.moved_to}" if finding.moved_to else ""
-    return text.printable(line)
+        size = f", {text.size(finding.num_bytes)}" if finding.num_bytes else ""
+        moved = f"; moved to {finding.moved_to}" if finding.moved_to else ""
+        line = text.printable(f"{finding.kind} {finding.path}{size}: {finding.reason}{moved}")
+        console.print(line, markup=False, soft_wrap=True, style=_KIND_STYLES[finding.kind])
