@@ -53,6 +53,7 @@ class Island:
         self.outcome: Outcome | None = None
         self._asked_to_stop_at: float | None = None
         self._folder = plan.folder
+        self._is_useful = UsefulLines()
         self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._progress: tuple[int, Progress] = (0, Progress())
 
@@ -111,7 +112,7 @@ class Island:
         return self.outcome is None
 
     def new_lines(self) -> list[str]:
-        """What it wrote to its log since the last call. Notices its end, after which `outcome` is set."""
+        """What it wrote since the last call that is worth showing. Notices its end, after which `outcome` is set."""
         code = self._process.poll()  # before reading, so that nothing said before the end is missed
         lines = self._follower.new_lines(unfinished=code is not None)
         self._tail.extend(lines)
@@ -120,7 +121,7 @@ class Island:
             if self.outcome.code == FAILED and self._has_saved_as_asked():
                 # It met an island that had left already, which is an error to the one that waits.
                 self.outcome = Outcome(STOPPED, self.outcome.error.removeprefix("error: "))
-        return lines
+        return list(filter(self._is_useful, lines))
 
     def _has_saved_as_asked(self) -> bool:
         if self._asked_to_stop_at is None:
@@ -215,7 +216,6 @@ class Launcher:
         self._grace = grace
         self._way_back = way_back
         self._islands: list[Island] = []
-        self._useful: dict[int, UsefulLines] = {}
         self._signals: deque[int] = deque()  # that are yet to be acted on
         self._stop_by: float | None = None  # when patience ends
         self._kill_by: float | None = None  # when SIGTERM has had its time
@@ -266,8 +266,7 @@ class Launcher:
         for island in self._islands:
             if not island.running:
                 continue
-            useful = self._useful.setdefault(island.number, UsefulLines())
-            for line in filter(useful, island.new_lines()):
+            for line in island.new_lines():
                 self._display.line(island.number, line)
             self._display.update(island.number, island.progress)
             if island.outcome is not None:
