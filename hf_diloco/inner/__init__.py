@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.inner.base import PlainShards, Shards
+from hf_diloco.inner.frozen import frozen_weights
 
 
 def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
@@ -39,6 +40,7 @@ def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
         shards = PlainShards(model, "DDP" if num_ranks > 1 else "plain", inner)
     if not shards.num_parameters:
         raise UnsupportedError("the model has no trainable parameter: nothing to synchronise")
+    shards.frozen = frozen_weights(model)
     return shards
 
 

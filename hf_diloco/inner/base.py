@@ -195,6 +195,7 @@ class Shards(ABC):
             *canonical index space* in which islands with different shards understand each other.
         shapes: of the same parameters, for whoever reads a checkpoint without the model.
         inner: the optimizer that trains the masters.
+        frozen: see `inner.frozen`.
     """
 
     description: str
@@ -202,6 +203,7 @@ class Shards(ABC):
     sizes: Mapping[str, int]
     shapes: Mapping[str, Sequence[int]] = {}
     inner: InnerOptimizer = InnerOptimizer()
+    frozen: Mapping[str, str] = {}
 
     @abstractmethod
     def segments(self) -> list[Segment]:

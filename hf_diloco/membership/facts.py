@@ -12,6 +12,9 @@ MAX_STEPS = "max_steps"
 """The fact that says how many inner steps an island is to take; a loop of one's own may not know it."""
 
 
+_FROZEN = "frozen weights"
+
+
 def facts_given(given: object) -> dict[str, str | int | float | bool | None]:
     """What a caller wants to be equal on all islands, as it was given.
 
@@ -29,6 +32,11 @@ def facts_given(given: object) -> dict[str, str | int | float | bool | None]:
                 "a hash of what must be equal"
             )
     return dict(given)
+
+
+def frozen_facts(frozen: Mapping[str, str]) -> Facts:
+    """What `inner.frozen` has found, as facts: islands that hold frozen weights in other dtypes have others."""
+    return {f"{_FROZEN} ({dtypes})": digest for dtypes, digest in frozen.items()}
 
 
 def join_facts(own: Facts, given: Facts) -> dict[str, str | int | float | bool | None]:
@@ -58,8 +66,8 @@ def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
 
 
 def differ(name: str, one: object, other: object) -> bool:
-    """Whether two values of a fact keep islands apart: one that does not know its number of steps fits all."""
-    return one != other and not (name == MAX_STEPS and None in (one, other))
+    """Whether two values of a fact keep islands apart; who does not know such as its number of steps fits all."""
+    return one != other and not (name.startswith((MAX_STEPS, _FROZEN)) and None in (one, other))
 
 
 def remedy_for(name: str) -> str:
@@ -68,5 +76,10 @@ def remedy_for(name: str) -> str:
         return (
             "set max_steps to one number everywhere (num_train_epochs gives as many steps as there is data, which "
             "differs)"
+        )
+    if name.startswith(_FROZEN):
+        return (
+            "they are never exchanged: load the same base model everywhere, and set the same seed before frozen "
+            "parameters are made at random"
         )
     return "make it equal"

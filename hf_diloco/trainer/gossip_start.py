@@ -24,7 +24,8 @@ from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, read_held, take_mean
-from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, join_facts, remedy_for
+from hf_diloco.inner.frozen import frozen_weights
+from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, frozen_facts, join_facts, remedy_for
 from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
@@ -275,6 +276,7 @@ def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.M
         "buffers": config.buffers,
         "eval_weights": config.eval_weights,
         "model (names and sizes)": xxhash.xxh3_64_hexdigest("\n".join(sizes).encode()),
+        **frozen_facts(frozen_weights(model)),
     }
 
 

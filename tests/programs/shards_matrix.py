@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from hf_diloco.inner import open_shards, partition
+from hf_diloco.inner import frozen, open_shards, partition
 from hf_diloco.inner.base import BufferShards, Shards
 from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments
 from hf_diloco.inner.island import IslandGroup
@@ -68,6 +68,7 @@ class Examination:
         try:
             self._check_layout()
             self._check_start()
+            self._check_frozen()
             self._step(seed=10)
             self._check_masters_are_the_engines()
             self._check_written()
@@ -98,6 +99,17 @@ class Examination:
         expected = self._island.size if shards.is_replicated else 1
         self._expect(bool((counts == expected).all()), f"covered {counts.unique().tolist()} times, not {expected}")
         self._expect(shards.is_replicated != self._cell.is_sharded, f"is_replicated is {shards.is_replicated}")
+
+    def _check_frozen(self) -> None:
+        """What the first rank tells of frozen weights is what the model as it was made tells, in the same dtype."""
+        if self._cell.zero_init or self._island.rank:
+            return
+        model = make_model(self._cell)
+        found = self._shards.frozen
+        if "bfloat16" in found:
+            model.bfloat16()
+        self._expect(found == frozen.frozen_weights(model), f"frozen weights: {found}")
+        self._expect(bool(found) == (self._cell.adapt != "all"), f"frozen weights with {self._cell.adapt}: {found}")
 
     def _check_start(self) -> None:
         self._expect_equal(self._masters(), self._reference.masters(), "masters at the start")
@@ -349,6 +361,7 @@ def _take(whole: torch.Tensor, cut: Partition) -> torch.Tensor:
 def main() -> None:
     path, *names = sys.argv[1:]
     torch.set_num_threads(1)
+    frozen.LEAST_VALUES = 300  # the model is small
     atexit.register(time.sleep, 0.2)  # Gloo's threads may abort an interpreter that shuts down
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     Accelerator(cpu=True)  # its wrapper around DeepSpeed's optimizers asks for it

@@ -697,6 +697,27 @@ def test_all_start_from_island_0s_weights(tmp_path: Path) -> None:
     assert len({outer_hash for *_, outer_hash in results}) == 1
 
 
+@pytest.mark.parametrize(("seed", "dtype", "is_refused"), [(0, "float32", 0), (1, "float32", 1), (1, "bfloat16", 0)])
+def test_frozen_weights_must_be_equal_in_one_dtype(seed: int, dtype: str, is_refused: int, tmp_path: Path) -> None:
+    """As LoRA's base model; the trained weights of islands may differ at first."""
+
+    def island_main(island: int) -> None:
+        model = make_model(seed * island, width=1024)
+        next(model.parameters()).requires_grad_(False)
+        if island:
+            model.get_submodule("0").to(getattr(torch, dtype))
+        run.session(island).join(open_shards(model, None), tmp_path / str(island))
+
+    run = Run(tmp_path, 2, timeout=5)
+    for outcome in try_islands(2, island_main):
+        if is_refused:
+            assert isinstance(outcome, FingerprintError)
+            assert "frozen weights (float32) differs" in str(outcome)
+            assert "load the same base model everywhere" in str(outcome)
+        else:
+            assert not isinstance(outcome, BaseException), outcome
+
+
 def test_equal_weights_are_not_sent(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     joined = run_islands(
