@@ -185,6 +185,9 @@ class NodeNeighbours(Neighbours):
         self.end.note(mix.outs[-1])
         return traffic
 
+    def check_average(self, vector: torch.Tensor) -> None:
+        self._on_leader(lambda inner: inner.check_average(vector))
+
     def average(self, vector: torch.Tensor) -> Traffic:
         def exchange(inner: Neighbours) -> Traffic:
             if not inner.is_on_host or vector.device.type == "cpu":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
-from hf_diloco.errors import IslandLostError
+from hf_diloco.errors import IslandLostError, UnsupportedError
+from hf_diloco.gossip.mesh.average import GroupAverage
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
@@ -27,6 +29,22 @@ class NoRendezvous(MemoryNeighbours):
     def average(self, vector: torch.Tensor) -> Traffic:
         self.num_tries += 1
         raise IslandLostError("the rendezvous does not answer")
+
+
+class InAnotherProcess(MemoryNeighbours):
+    """A node that averages as over a mesh."""
+
+    def check_average(self, vector: torch.Tensor) -> None:
+        GroupAverage.check(vector)
+
+
+@pytest.mark.parametrize("settings", [{"method": "pmsgd"}, {"method": "dsgd", "slowmo": {"sync_every": 2}}])
+def test_what_nodes_cannot_average_is_refused_before_the_first_step(settings: dict[str, Any], tmp_path: Path) -> None:
+    topology = make_topology("full", 1)
+    node = NodeNeighbours(InAnotherProcess(MemoryGraph(topology), 0), topology, 0, IslandGroup())
+    callback = GossipCallback(**settings, node=node)
+    with pytest.raises(UnsupportedError, match="nodes in several processes average float32, not float64"):
+        callback.make_optimizer(Linear().double(), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
 
 
 def test_it_evaluates_its_own_weights_on_its_own_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
