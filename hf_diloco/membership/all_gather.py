@@ -36,6 +36,8 @@ R = TypeVar("R", bound=BaseModel)
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.1  # a wait is seen to end within a tenth of its length
 LOOK_SECONDS = 0.5
 """How often the store is looked at for what links should carry."""
+_WATCH_SECONDS = 0.5
+"""How often links are looked at."""
 RESUMES = "the run resumes from the newest round that all hold"
 
 
@@ -56,14 +58,14 @@ class _Watch:
         self._links = links
         self._clock = clock
         self._broken: set[int] = set()
-        self._next_at = clock.now() + LOOK_SECONDS
+        self._next_at = clock.now() + _WATCH_SECONDS
         self.gone: set[int] = set()
 
     def look(self) -> set[int]:
         if self._clock.now() >= self._next_at:
             before, self._broken = self._broken, {island for one in self._links for island in one.find_broken()}
             self.gone = before & self._broken
-            self._next_at = self._clock.now() + LOOK_SECONDS
+            self._next_at = self._clock.now() + _WATCH_SECONDS
         return self.gone
 
 
@@ -75,8 +77,6 @@ class AllGather:
         num_islands: islands in the run.
         should_stop: polled while waiting; true makes a wait end with `StopRequested`.
         where: islands meet, for messages.
-
-    Attributes:
         news: is set when there may be something new to hear.
         is_lost: the store has not answered, and is not asked any more.
     """

@@ -198,7 +198,7 @@ class Rounds(ABC):
     Every method is collective over the island's ranks. How islands agree is the subclass's.
 
     Args:
-        outer: this rank's outer state: rounds are of the next one.
+        outer: this rank's outer state.
         island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
         decider: decides rounds; on the island's leader only.
     """
