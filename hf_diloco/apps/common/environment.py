@@ -17,7 +17,7 @@ _OF_LAUNCHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_
 
 
 def prepare_environment(wants_deepspeed: bool) -> None:
-    """Makes a plain `python train_lm.py` a world of one rank, and undoes what other launchers left or drops DeepSpeed.
+    """Makes a plain `python train_lm.py` a world of one rank, and unsets what would have it train otherwise.
 
     Raises:
         ConfigError: when a launcher gave only a part of what makes a world.
