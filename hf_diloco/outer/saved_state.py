@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from hf_diloco.errors import CheckpointError
-from hf_diloco.methods.outer.base import chunks
 from hf_diloco.outer.checkpoint import (
     FragmentIndex,
     OuterIndex,
@@ -26,8 +26,8 @@ from hf_diloco.utils.own_files import is_own
 _RATES = "inner-rates"
 """The inner learning rates of the last step before a checkpoint, beside what the method keeps."""
 
-_FAR = 0.1
-"""As a share of the parameters' norm: farther than 16 bits round them."""
+_ROUNDING = 2**-8
+"""As a share of the parameters' norm: what rounding them to bf16, the coarsest of formats, changes at most."""
 
 
 def save_state(
@@ -66,8 +66,9 @@ def save_state(
                 digest=fragment.digest,
                 parameters=names,
                 anticipated_of=fragment.anticipated_of if isinstance(fragment, EagerFragment) else None,
+                distance=distance if math.isfinite(distance) else None,
             )
-            for fragment, names in zip(outer.fragments, outer.names, strict=True)
+            for fragment, names, distance in zip(outer.fragments, outer.names, outer.distances(), strict=True)
         ],
     )
     rates = {_RATES: torch.tensor(outer.rates, dtype=torch.float64)} if outer.rates else {}
@@ -86,14 +87,15 @@ def restore_state(outer: OuterState, checkpoint: Path) -> None:
     """
     if checkpoint != outer.checked:
         check_checkpoint(checkpoint, outer.island)
-    outer.island.on_all(lambda: _load(outer, checkpoint))
-    _refuse_other_masters(outer, checkpoint)
+    stored = outer.island.on_all(lambda: _load(outer, checkpoint))
+    _refuse_other_masters(outer, checkpoint, stored)
     if outer.round and outer.on_boundary and outer.buffers == "zero":
         outer.shards.inner.zero_buffers()
     outer.make_digests()
 
 
-def _load(outer: OuterState, checkpoint: Path) -> None:
+def _load(outer: OuterState, checkpoint: Path) -> list[FragmentIndex]:
+    """Takes over all but the digest of the whole; returns how far each fragment was."""
     index = read_index(checkpoint)
     stored = index.fragments or [FragmentIndex(steps=index.steps_since_sync, weight=index.weight_since_sync)]
     _refuse_another(outer, checkpoint, index, stored)
@@ -114,24 +116,25 @@ def _load(outer: OuterState, checkpoint: Path) -> None:
             fragment.due_at = outer.config.sync_every
     outer.round = outer.num_begun = index.round
     outer.run = index.run
+    return stored
 
 
-def _refuse_other_masters(outer: OuterState, checkpoint: Path) -> None:
-    """Raises `CheckpointError` if the masters are far from the outer parameters that they began anew from."""
-    distance = size = 0.0
-    for fragment in outer.fragments:
-        if fragment.steps == 0 and fragment.install_in is None:
-            distance += fragment.take_progress()
-            parts = (fragment.method.parameters[where] for where in chunks(fragment.partition.numel))
-            size += sum(float(part.dot(part)) for part in parts)
-            outer.rest(fragment)
-    distance, size = outer.island.sum([distance, size])
-    if distance > _FAR**2 * size:
-        raise CheckpointError(
-            f"{checkpoint} holds the outer state of a model with other weights than the one to be trained: load the "
-            "model and its optimizer from there first (accelerator.load_state, or trainer.train with "
-            "resume_from_checkpoint)"
-        )
+def _refuse_other_masters(outer: OuterState, checkpoint: Path, stored: Sequence[FragmentIndex]) -> None:
+    """Raises `CheckpointError` if the masters are not as far from the outer parameters as when these were saved.
+
+    Whichever way they were saved and read again, they may have been rounded, and lie in other formats now.
+    """
+    sizes = outer.island.sum([fragment.method.parameters.norm().item() ** 2 for fragment in outer.fragments])
+    for counts, distance, square in zip(stored, outer.distances(), sizes, strict=True):
+        before = counts.distance
+        if before is None and counts.steps == 0 and counts.install_in is None:
+            before = 0.0  # the masters began anew from the outer parameters
+        if before is not None and abs(distance - before) > _ROUNDING * (math.sqrt(square) + before):
+            raise CheckpointError(
+                f"{checkpoint} holds the outer state of a model with other weights than the one to be trained: load "
+                "the model and its optimizer from there first (accelerator.load_state, or trainer.train with "
+                "resume_from_checkpoint)"
+            )
 
 
 def _refuse_another(outer: OuterState, checkpoint: Path, index: OuterIndex, stored: Sequence[FragmentIndex]) -> None:

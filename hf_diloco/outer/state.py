@@ -8,6 +8,7 @@ Nothing here knows of other islands. What reads or writes parameters or files is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,6 +181,19 @@ class OuterState:
         """Gives the masters back what they held before `show`, to the last bit."""
         for fragment, vector in zip(self.fragments, held, strict=True):
             fragment.partition.scatter(vector)
+
+    def distances(self) -> list[float]:
+        """How far the masters are from the outer parameters of each fragment: the norm of the difference.
+
+        Collective over the island's ranks. Takes 4 bytes a parameter of a fragment meanwhile: scratch vectors may hold
+        what is on its way to other islands.
+        """
+        squares = []
+        for fragment in self.fragments:
+            vector = torch.empty(fragment.partition.numel)
+            fragment.partition.gather(vector)
+            squares.append(fragment.method.pseudo_gradient_(vector))
+        return [math.sqrt(square) for square in self.island.sum(squares)]
 
     # Rounds
 

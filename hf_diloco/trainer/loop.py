@@ -295,8 +295,9 @@ class OuterLoop(HasOuterWeights):
 
         Raises:
             CheckpointError: it cannot be written; on every rank. Training can go on.
+            ConfigError: the model shows the outer parameters.
         """
-        self._settle()
+        self._settle("save_state")
         self._write_outer(Path(folder), is_last=False)
         self._note_saved(Path(folder))
 
@@ -320,12 +321,10 @@ class OuterLoop(HasOuterWeights):
         """
         if self._checkpoints is None:
             raise ConfigError(self.NOT_BEGUN)
-        if self._shows_outer:
-            raise ConfigError("save_checkpoint() within outer_weights(), of weights that do not train: save outside")
         limit = check_count("limit", limit, "save_checkpoint") or 0
         if write is None and self._accelerator.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")
-        self._settle()
+        self._settle("save_checkpoint")
         checkpoint = self._checkpoints.path(self.global_step)
         is_whole = self._checkpoints.begin(
             checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write)
@@ -333,7 +332,9 @@ class OuterLoop(HasOuterWeights):
         self._note_saved(checkpoint if is_whole else None)
         return checkpoint if is_whole else None
 
-    def _settle(self) -> None:
+    def _settle(self, call: str) -> None:
+        if self._shows_outer:
+            raise ConfigError(f"{call}() within outer_weights(), of weights that do not train: save outside")
         self._update_progress(state="saving")
         for report in self._need_session().settle():
             self._note(report)

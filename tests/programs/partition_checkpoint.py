@@ -82,6 +82,7 @@ def save(island: IslandGroup, cut: Cut, folder: Path) -> torch.Tensor:
     for number in (1, 2):
         take_round(session, shards, number)
     session.outer.count_step(weight=3.0)
+    shards.write(values(9))
     save_state(session.outer, folder, global_step=5, data={})
     shards.write(values(3))
     session.outer.count_step(weight=3.0)

@@ -318,12 +318,13 @@ def go_on(run: Run, folders: list[Path], num_steps: int) -> list[FixedSession]:
 
     def island_main(island: int) -> FixedSession:
         model = make_model(width=WIDTH)
+        whole = [(0, weights_of(model).numel())]
+        set_weights(model, load_outer(folders[island], read_index(folders[island]), whole, only="anchor")["anchor"])
         session = run.session(island)
         session.join(open_shards(model, None), run.folder / str(island), checkpoint=folders[island])
         assert session.outer.round == 2
         if session.config.feedback_decay:
             assert not residual_of(session).any()
-        session.outer.write_masters()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for batch in batches(island, num_steps):
             take_step(model, optimizer, batch)

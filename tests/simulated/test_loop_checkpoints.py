@@ -15,7 +15,7 @@ from accelerate.utils import ProjectConfiguration
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from hf_diloco import DiLoCoConfig, OuterLoop
-from hf_diloco.errors import ConfigError
+from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.outer.checkpoint import complete_checkpoints
 from tests.full_disk import no_file_beyond
 
@@ -69,6 +69,28 @@ def test_a_loop_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
         assert (outer.global_step, outer.round) == (6, 1)
         again.train(10)
     assert torch.equal(again.weights(), whole.weights())
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_a_loop_that_has_not_loaded_its_weights_is_refused(step: int, tmp_path: Path) -> None:
+    """Also in the middle of a round, and with the very weights that the run began from."""
+    loop = Loop(tmp_path)
+    with loop.begun() as outer:
+        loop.train(step)
+        outer.save_checkpoint()
+    again = Loop(tmp_path)
+    checkpoint = again.outer.common_checkpoint()
+    with pytest.raises(CheckpointError, match=r"with other weights than .*load the model .*accelerator\.load_state"):
+        again.outer.__enter__()
+    assert checkpoint is not None
+    rounded = Loop(tmp_path)
+    assert rounded.outer.common_checkpoint() == checkpoint
+    rounded.accelerator.load_state(str(checkpoint))
+    with torch.no_grad():
+        for parameter in rounded.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    with rounded.outer as outer:
+        assert outer.global_step == step
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,6 +224,8 @@ def test_what_does_not_train_is_no_checkpoint(tmp_path: Path) -> None:
         loop.train(1)
         with outer.outer_weights(), pytest.raises(ConfigError, match=r"save_checkpoint\(\) within outer_weights\(\)"):
             outer.save_checkpoint()
+        with outer.outer_weights(), pytest.raises(ConfigError, match=r"save_state\(\) within outer_weights\(\)"):
+            outer.save_state(tmp_path / "state")
         assert outer.save_checkpoint() == tmp_path / "checkpoint-1"
 
 

@@ -458,7 +458,7 @@ def test_an_eager_round_that_fails_keeps_its_pseudo_gradient_with_fewer_islands(
     config: dict[str, Any] = {"sync_every": 4, "method": "eager"}
     broken = Run(tmp_path / "broken", 3, **config)
 
-    def break_off(island: int) -> tuple[Path, torch.Tensor]:
+    def break_off(island: int) -> tuple[Path, Stack, torch.Tensor]:
         transport = broken.transport(island)
         model = Stack()
         session = broken.join(island, model, transport=FaultyTransport(transport, cut) if island else transport)
@@ -468,13 +468,13 @@ def test_an_eager_round_that_fails_keeps_its_pseudo_gradient_with_fewer_islands(
         assert isinstance(fragment, EagerFragment)
         checkpoint = save(session, broken.folder / str(island), 4)
         session.leave(finished=False)
-        return checkpoint, fragment.method.own * 3
+        return checkpoint, model, fragment.method.own * 3
 
-    checkpoint, captured = run_islands(3, break_off)[0]
+    checkpoint, model, captured = run_islands(3, break_off)[0]
     for attempt in range(1 + saves_again):
         run = Run(tmp_path / f"mended-{attempt}", 1, **config)
         session = run.session(0)
-        session.join(open_shards(Stack(), None), run.folder / "0", checkpoint=checkpoint)
+        session.join(open_shards(model, None), run.folder / "0", checkpoint=checkpoint)
         fragment = session.outer.current
         assert isinstance(fragment, EagerFragment)
         assert torch.equal(fragment.anticipated(), captured)
