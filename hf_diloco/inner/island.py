@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -54,6 +56,18 @@ class IslandGroup:
         gathered = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(gathered, padded, group=self.group)
         return [json.loads(bytes(item[: int(length)].numpy())) for item, length in zip(gathered, lengths, strict=True)]
+
+    def gather_briefly(self, item: Any, seconds: float) -> None:
+        """Has the others' `gather` hear `item`, if they come to it in time: for a rank that ends, and so they never
+        wait for it elsewhere."""
+
+        def gather() -> None:
+            with suppress(RuntimeError):  # they have ended, too
+                self.gather(item)
+
+        thread = threading.Thread(target=gather, name="hf-diloco-last-word", daemon=True)
+        thread.start()
+        thread.join(seconds)
 
     def from_leader(self, item: Any) -> Any:
         """The leader's `item` (JSON-able) on every rank; what other ranks pass does not count."""

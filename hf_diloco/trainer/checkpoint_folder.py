@@ -21,6 +21,9 @@ logger = logging.getLogger("hf_diloco")
 
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
+_LAST_WORD_SECONDS = 10.0
+"""How long a rank that failed waits to tell the others, who may write yet; or wait for it, where it never comes."""
+
 
 class CheckpointFolder:
     """The checkpoints of one training, each in `checkpoint-N` after N steps. Collective over the ranks.
@@ -79,11 +82,23 @@ class CheckpointFolder:
 
         Returns:
             Whether all ranks could. If not, that has been said.
+
+        Raises:
+            CheckpointError: `write` has raised another error on another rank, which the message names.
         """
         self._set_aside(checkpoint)
         failures: list[str] = []
-        write(failures)
-        met = [failure for of_rank in self._ranks.gather(failures[:1]) for failure in of_rank]
+        try:
+            write(failures)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self._ranks.gather_briefly({"failures": [], "error": text}, _LAST_WORD_SECONDS)
+            raise
+        said = self._ranks.gather({"failures": failures[:1], "error": ""})
+        for rank, one in enumerate(said):
+            if one["error"]:
+                raise CheckpointError(f"{checkpoint} is not whole: rank {rank} failed to write it ({one['error']})")
+        met = [failure for one in said for failure in one["failures"]]
         if met:
             self._abandon(checkpoint, f"{checkpoint} cannot be written ({met[0]})")
         return not met

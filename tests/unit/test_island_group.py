@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_diloco.errors import DiLoCoError, PayloadError, StoreError
+from hf_diloco.errors import CheckpointError, DiLoCoError, PayloadError, StoreError
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from tests.islands import try_islands
 
 
@@ -21,10 +23,15 @@ class Threads(IslandGroup):
         self.rank, self.size = rank, meeting.parties
         self._meeting, self._items = meeting, items
 
+    def sum(self, values: list[float]) -> list[float]:
+        return [sum(column) for column in zip(*self.gather(values), strict=True)]
+
     def gather(self, item: Any) -> list[Any]:
         self._items[self.rank] = json.dumps(item)
         self._meeting.wait()
-        return [json.loads(self._items[rank]) for rank in range(self.size)]
+        said = [json.loads(self._items[rank]) for rank in range(self.size)]
+        self._meeting.wait()
+        return said
 
 
 @pytest.mark.parametrize(
@@ -51,3 +58,21 @@ def test_all_ranks_raise_the_same_error(met: list[DiLoCoError | None], raised: t
     found = try_islands(2, call)
     assert [type(one) if one is not None else None for one in found] == [raised] * 2
     assert str(found[0]) == str(found[1])
+
+
+def test_a_rank_whose_own_writer_of_a_checkpoint_fails_is_named_on_the_others(tmp_path: Path) -> None:
+    meeting, items = threading.Barrier(2), dict[int, Any]()
+
+    def call(rank: int) -> None:
+        ranks = Threads(rank, meeting, items)
+
+        def write(failures: list[str]) -> None:
+            if rank == 1:
+                raise ValueError("no such shard")
+
+        CheckpointFolder(tmp_path, ranks, "record", lambda _: [], None, True, False).begin(tmp_path / "one", write)
+
+    first, second = try_islands(2, call)
+    assert isinstance(first, CheckpointError)
+    assert str(first) == f"{tmp_path / 'one'} is not whole: rank 1 failed to write it (ValueError: no such shard)"
+    assert isinstance(second, ValueError)
