@@ -128,6 +128,10 @@ class ElasticSession(BaseSession):
     def _has_begun_all(self) -> bool:
         return self._run.num_rounds is not None and self.outer.num_begun >= self._run.num_rounds
 
+    @property
+    def speaks_for_all(self) -> bool:
+        return self.island.is_leader and self.config.island == self._run.by  # there may be no island 0
+
     # Joining
 
     def common_checkpoint(self, output_dir: Path) -> Path | None:

@@ -73,6 +73,11 @@ class BaseSession(ABC):
         """Whether the run ends for all islands with a round that is known, whatever steps they have taken then."""
         return False
 
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether this rank is the one of all islands that tells people what is true of all of them alike."""
+        return self.island.is_leader and self.config.island == 0
+
     @abstractmethod
     def common_checkpoint(self, output_dir: Path) -> Path | None:
         """The checkpoint in `output_dir` that this island is to resume from; None to start afresh.

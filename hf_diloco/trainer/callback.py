@@ -175,7 +175,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if trainer is not None and self.config.eval_weights == "outer":
             self._replace(trainer, "_evaluate", self._evaluate)
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
-        if session.island.is_leader:
+        if session.speaks_for_all:
             warn_about_plan(session.config, state.max_steps)
         if session.is_due(is_last=state.global_step >= state.max_steps):  # it could not take place before
             try:

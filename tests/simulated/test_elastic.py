@@ -158,6 +158,7 @@ def test_islands_start_from_the_first_ones_weights(tmp_path: Path) -> None:
     found = run_islands(3, lambda island: meeting.island(island, seed=island))
     assert len({member.hash for member in found}) == 1
     assert any(torch.equal(found[0].weights, weights_of(make_model(seed))) for seed in range(3))
+    assert sum(member.session.speaks_for_all for member in found) == 1
     for member in found:
         assert torch.equal(member.weights, found[0].weights)
         member.leave()

@@ -687,6 +687,7 @@ def test_all_start_from_island_0s_weights(tmp_path: Path) -> None:
         model = make_model(seed=island)
         session = run.session(island)
         replaced = session.join(open_shards(model, None), tmp_path / str(island))
+        assert session.speaks_for_all == (island == 0)
         assert torch.equal(session.outer.current.method.parameters, weights_of(model))
         return replaced, weights_of(model), session.outer.outer_hash
 
