@@ -95,8 +95,10 @@ class Streamer(Member):
     def progress_of(self, number: int) -> torch.Tensor:
         """What it trained of a fragment and has not brought into a round."""
         fragment = self.session.outer.fragments[number]
-        fragment.take_progress()
-        return fragment.scratch.clone()
+        progress = torch.empty(fragment.partition.numel)  # a round behind the steps may be using the scratch vector
+        fragment.partition.gather(progress)
+        fragment.method.pseudo_gradient_(progress)
+        return progress
 
     @property
     def weights(self) -> torch.Tensor:

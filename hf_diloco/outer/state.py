@@ -185,14 +185,12 @@ class OuterState:
     def distances(self) -> list[float]:
         """How far the masters are from the outer parameters of each fragment: the norm of the difference.
 
-        Collective over the island's ranks. Takes 4 bytes a parameter of a fragment meanwhile: scratch vectors may hold
-        what is on its way to other islands.
+        Collective over the island's ranks. Nothing may be on its way to other islands: see `BaseSession.settle`.
         """
         squares = []
         for fragment in self.fragments:
-            vector = torch.empty(fragment.partition.numel)
-            fragment.partition.gather(vector)
-            squares.append(fragment.method.pseudo_gradient_(vector))
+            squares.append(fragment.take_progress())
+            self.rest(fragment)
         return [math.sqrt(square) for square in self.island.sum(squares)]
 
     # Rounds

@@ -260,6 +260,12 @@ class ElasticSession(BaseSession):
         except (StoreError, IslandLostError) as error:
             raise self._missed(error) from None
 
+    def settle(self) -> list[SyncReport]:
+        reports = super().settle()
+        if self._is_training:  # else it leaves before it has joined
+            self.rounds.rest()
+        return reports
+
     def take_refused(self) -> dict[int, str]:
         refused, self.rounds.refused = self.rounds.refused, {}
         return refused | (self.members.log.take_refused() if self.members else {})

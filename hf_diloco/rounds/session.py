@@ -237,6 +237,8 @@ class BaseSession(ABC):
     def settle(self) -> list[SyncReport]:
         """Waits for the rounds under way, so that a checkpoint can be written; they land at their time still.
 
+        Afterwards nothing is on its way to other islands.
+
         Returns:
             The figures of the rounds that ended. A failure is raised by the next `advance`.
         """
