@@ -49,7 +49,7 @@ from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
 from hf_diloco.trainer.saving import describe_model
 from hf_diloco.trainer.views import HasOuterWeights
-from hf_diloco.utils.text import plural
+from hf_diloco.utils.text import counted, plural
 
 logger = logging.getLogger("hf_diloco")
 
@@ -225,9 +225,9 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if not self._outer.on_boundary and not (self._failure or self.stopped):
             steps, every = self._outer.steps, self.config.sync_every
             logger.warning(
-                "training ended %d steps after the last synchronisation: the model holds this island's own weights, "
+                "training ended %s after the last synchronisation: the model holds this island's own weights, "
                 "not the outer ones. %s",
-                steps,
+                counted(steps, "step"),
                 f"Let it end after a multiple of sync_every ({every}) steps"
                 if steps < every
                 else "Rounds were missed: resume this island from its last checkpoint, when the others are there",

@@ -32,6 +32,7 @@ from hf_diloco.trainer.refusals import refuse
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.views import HasOuterWeights
 from hf_diloco.trainer.write_failures import save_accelerator
+from hf_diloco.utils.text import counted
 
 logger = logging.getLogger("hf_diloco")
 
@@ -179,8 +180,8 @@ class OuterLoop(HasOuterWeights):
             self._try_advance(is_last=True)
         if not (self.stopped or session.outer.on_boundary):
             logger.warning(
-                "the loop ended %d steps after the last synchronisation: the model holds this island's own weights",
-                session.outer.steps,
+                "the loop ended %s after the last synchronisation: the model holds this island's own weights",
+                counted(session.outer.steps, "step"),
             )
         self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
         self._record.close()

@@ -128,7 +128,7 @@ def test_a_loop_that_ends_off_a_boundary_says_so(tmp_path: Path, caplog: pytest.
         assert report is outer.report is not None
         assert (outer.round, outer.on_boundary) == (1, True)
         outer.step()
-    assert "the loop ended 1 steps after the last synchronisation" in caplog.text
+    assert "the loop ended 1 step after the last synchronisation" in caplog.text
 
 
 def test_an_eager_loop_of_known_length_ends_with_its_last_round(tmp_path: Path) -> None:
