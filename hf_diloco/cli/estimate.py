@@ -40,17 +40,23 @@ def estimate(
     ctx: typer.Context,
     run_file: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN.yaml", help="the run file; without it, --params", show_default=False),
+        typer.Argument(
+            metavar="RUN.yaml",
+            help="the run file, or the name of one that comes with hf-diloco; without it, --params",
+            show_default=False,
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="overrides of the run file", show_default=False),
     ] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Bits a second of an island's link, each way: 200M, 10G. [1G]")
+        str | None,
+        typer.Option(metavar="RATE", help="Bits a second of an island's link, each way, as 200M or 10G. Default: 1G."),
     ] = None,
     rtt: Annotated[
-        str | None, typer.Option(metavar="TIME", help="To another island, or the store, and back: 80ms. [50ms]")
+        str | None,
+        typer.Option(metavar="TIME", help="To another island, or the store, and back, as 80ms. Default: 50ms."),
     ] = None,
     step_time: Annotated[
         str | None,

@@ -129,7 +129,7 @@ def launch(
     [bold]Exit codes[/bold]
 
     0: finished. 1: an island failed. 2: wrong command or run file. 3: stopped, every island with a checkpoint.
-    130 (Ctrl-C) or 143 (SIGTERM): ended without waiting for checkpoints.
+    130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP): ended without waiting for checkpoints.
     """
     if ctx.obj is not None:
         from hf_diloco.cli.script import plan_script, run_script

@@ -40,7 +40,7 @@ RunArgument = Annotated[
     ),
 ]
 KeyFileOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File with the run's key. [HF_DILOCO_KEY, the key]")
+    Path | None, typer.Option(metavar="FILE", help="File with the run's key. Default: the key in HF_DILOCO_KEY.")
 ]
 AllowPublicAddress = Annotated[
     bool, typer.Option("--allow-public-address", help="Listen at an address that the whole internet can reach.")

@@ -47,9 +47,9 @@ def doctor(
 
     [cyan]hf-diloco doctor --store s3://bucket/my-run[/cyan]
 
-    [cyan]hf-diloco doctor --listen 10.0.0.1:29400[/cyan], and on the other machine
+    [cyan]hf-diloco doctor --listen 10.0.0.1:29400[/cyan]  (on one machine)
 
-    [cyan]hf-diloco doctor --peer 10.0.0.1:29400[/cyan]
+    [cyan]hf-diloco doctor --peer 10.0.0.1:29400[/cyan]  (on the other)
 
     [bold]Exit codes[/bold]
 

@@ -90,7 +90,12 @@ def topology(
     seed: Annotated[int, typer.Option(help="Of random matchings.")] = 0,
     num_parameters: Annotated[
         float,
-        typer.Option("--parameters", min=1, help="Values in the model, as 7e9.", show_default="25.6e6, a ResNet-50"),
+        typer.Option(
+            "--parameters",
+            min=1,
+            help="Values in the model, as 7e9. Default: 25.6e6, a ResNet-50.",
+            show_default=False,
+        ),
     ] = 25.6e6,
     picture: Annotated[
         Path | None, typer.Option("--draw", metavar="FILE", help="Draw the graph: a .png, .svg or .pdf file.")

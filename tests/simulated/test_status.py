@@ -432,7 +432,7 @@ def test_a_run_folder_says_where_its_islands_meet(meeting: Meeting, tmp_path: Pa
     folder = write_run(tmp_path / "demo")
     settings = folder / "run.json"
     settings.unlink(missing_ok=True)
-    assert "demo does not say where its islands meet: look again" in status(folder, expect=2).output
+    assert "demo does not say where its islands meet. If the run" in status(folder, expect=2).output
     settings.write_text(json.dumps({"diloco": None, "model": {}}))
     assert "demo has no islands that meet anywhere; see `hf-diloco report" in status(folder, expect=2).output
     settings.write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
