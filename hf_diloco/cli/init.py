@@ -42,8 +42,8 @@ def init(
         str | None,
         typer.Option(
             metavar="URL",
-            help=f"Where the islands meet: s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR, http://… "
-            f"[{ENV_RENDEZVOUS}].",
+            help=f"Where the islands meet: s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR, http://HOST:PORT/NAME. "
+            f"Default: {ENV_RENDEZVOUS}, else the run file's.",
         ),
     ] = None,
     image: Annotated[

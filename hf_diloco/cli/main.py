@@ -72,7 +72,8 @@ def launch(
         typer.Option(
             metavar="URL",
             help="Where the islands meet: tcp://HOST:PORT of island 0's machine, or an object store, "
-            f"s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR, http://HOST:PORT/NAME [{ENV_RENDEZVOUS}].",
+            "s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR, http://HOST:PORT/NAME. Default: "
+            f"{ENV_RENDEZVOUS}, else the run file's.",
         ),
     ] = None,
     num_islands: Annotated[
@@ -82,16 +83,19 @@ def launch(
             "--num-islands",
             "--num-nodes",
             min=1,
-            help=f"Number of islands, or nodes, in the run [{ENV_NUM_ISLANDS}].",
+            help=f"Number of islands, or nodes, in the run. Default: {ENV_NUM_ISLANDS}, else the run file's, or 1.",
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")] = None,
-    output: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder of run folders.")] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder of run folders. Default: the run file's, else runs.")
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="auto|never|PATH",
-            help="auto: from the newest round that all islands hold a checkpoint of. never: a new run. Or a folder.",
+            help="auto, the default: from the newest round that all islands hold a checkpoint of. never: a new run. "
+            "Or a folder.",
         ),
     ] = None,
     grace: Annotated[
