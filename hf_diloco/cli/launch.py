@@ -275,7 +275,10 @@ class Launcher:
     def _on_end(self, island: Island, outcome: Outcome) -> None:
         number = island.number
         if outcome.code == FINISHED:
-            self._display.ended(number, "finished")
+            at = island.progress
+            # A script that was asked to stop ends with 0, too.
+            is_early = self._result.signal is not None and at.step < at.max_steps
+            self._display.ended(number, f"ended at step {at.step:,} of {at.max_steps:,}" if is_early else "finished")
         elif outcome.code == STOPPED:
             self._display.ended(number, f"stopped, with a checkpoint{outcome.error and f' ({outcome.error})'}")
             self._stop_others(island)

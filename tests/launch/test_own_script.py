@@ -51,6 +51,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_each_island(tmp_path: Path, processes: Pr
     launcher.interrupt()
     output = launcher.wait().output
     assert "islands 0 and 1 finish the step and write a checkpoint" in output
+    assert len(re.findall(r"launcher │ island \d ended at step \d+ of 100,000", output)) == 2
     for island in "01":
         assert list((tmp_path / "out" / island).glob("checkpoint-*/diloco/outer.json"))
     assert not [one for one in processes.alive() if one.pid != launcher.pid]
