@@ -12,7 +12,7 @@ import typer
 
 from hf_diloco.cli.arguments import AsJson, group
 from hf_diloco.config.base import ENV_RENDEZVOUS
-from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.errors import ConfigError
 from hf_diloco.utils.extras import need
 from hf_diloco.utils.listening import raise_file_limit
 from hf_diloco.utils.public_keys import show_public
@@ -276,8 +276,7 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
         allow_public_address: the option of that name; None for a command that has none.
 
     Raises:
-        ConfigError: the address is none.
-        RendezvousError: the address is public or not this machine's, or the port is in use.
+        ConfigError: the address is none, or public, or not this machine's; or the port is in use.
     """
     try:
         host, port = split_tcp_url(f"tcp://{address}")
@@ -288,7 +287,7 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
             "10.0.0.1:29400; 0.0.0.0 and :: stand for all of them, and are refused"
         ) from None
     if is_public(str(found[0])) and not allow_public_address:
-        raise RendezvousError(
+        raise ConfigError(
             f"{found[0]} is a public address, where anybody reaches the port: join the machines by a VPN "
             "and use its addresses (docs/security.md has a recipe)"
             + ("" if allow_public_address is None else f". {_BEHIND_A_FIREWALL}")
@@ -296,7 +295,7 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
     try:
         return socket.create_server(found[:2], family=family, backlog=1024)
     except OSError as error:
-        raise RendezvousError(_problem(address, readers, error)) from None
+        raise ConfigError(_problem(address, readers, error)) from None
 
 
 def url_of(listener: socket.socket) -> str:

@@ -262,6 +262,7 @@ def test_bad_input_is_one_line(where: str, options: list[str], message: str, tmp
     with pytest.raises(DiLoCoError) as caught:
         CliRunner().invoke(app, command, catch_exceptions=False)
     assert message in str(caught.value)
+    assert isinstance(caught.value, ConfigError) or where.startswith("file:")
     assert "\n" not in str(caught.value)
 
 

@@ -29,7 +29,7 @@ from hf_diloco.cli.doctor.network import check_store
 from hf_diloco.cli.main import app
 from hf_diloco.cli.plan import LaunchOptions
 from hf_diloco.cli.validate import run_validate
-from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.errors import ConfigError
 from hf_diloco.store.objects import ObjectStore
 from tests.processes import ROOT, Completed, Processes, find_free_port, run
 from tests.tiny_nodes import run_of
@@ -500,7 +500,7 @@ def test_addresses(address: str) -> None:
 
 @pytest.mark.parametrize(("host", "why"), [("0.0.0.0", "expected HOST:PORT"), ("8.8.8.8", "is a public address")])
 def test_nobody_listens_for_the_whole_internet(host: str, why: str) -> None:
-    with pytest.raises(DiLoCoError, match=why) as caught:
+    with pytest.raises(ConfigError, match=why) as caught:
         answer(f"{host}:29400")
     assert "--allow-public-address" not in str(caught.value)
 
