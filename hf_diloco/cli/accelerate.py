@@ -27,8 +27,8 @@ from typing import Any
 
 import yaml
 
+from hf_diloco.apps.common.yaml_file import read_yaml
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import one_line
 
 
 def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) -> str:
@@ -58,14 +58,9 @@ def read_configuration(path: Path, deepspeed: bool, fsdp: bool) -> dict[str, Any
         ConfigError: when it is missing, not a mapping, or cannot start one island on this machine.
     """
     try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise ConfigError(f"accelerate: cannot read {path}: {reason}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"accelerate: {path} is not an accelerate configuration (write one with `accelerate config`)"
-        )
+        values, _ = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"accelerate: {error} (write one with `accelerate config`)") from None
     kind = str(values.get("distributed_type", "NO"))
     if values.get("num_machines", 1) != 1:
         raise ConfigError(

@@ -125,8 +125,9 @@ def test_own_accelerate_configuration(folder: Path) -> None:
     [
         ("distributed_type: DEEPSPEED\nnum_machines: 2\n", "num_machines=2"),
         ("distributed_type: MULTI_GPU\n", "set distributed_type: DEEPSPEED"),
-        ("just words", "not an accelerate configuration"),
-        ("a: [", "cannot read"),
+        ("just words", "expected `key: value` lines"),
+        ("a: [", "not valid YAML"),
+        ("num_processes: " + "1" * 5000, "more than 300 digits"),
     ],
 )
 def test_accelerate_configurations_that_cannot_work(folder: Path, text: str, message: str) -> None:

@@ -23,7 +23,11 @@ WRONG = {
     "merge": (BOMB + "seed: {<<: *a11}\n", "more than 100,000 values"),
     "null": ('\noutput: "a\\0b"\n', "line 2: not valid YAML: 'a\\x00b' has a null character"),
     "half": ('data: {"\\ud800": 1}\n', "line 1: not valid YAML: '\\ud800' has a lone surrogate"),
-    "digits": ("seed: " + "1" * 5000, "line 1: not valid YAML: a whole number of more than 1,000 digits; give a"),
+    "digits": ("seed: " + "1" * 5000, "line 1: not valid YAML: a whole number of more than 300 digits; give a"),
+    "too large for a float": (
+        "training: {learning_rate: " + "1" * 310 + "}",
+        "a whole number of more than 300 digits",
+    ),
     "itself": ("training: &a {b: *a}\n", "line 1: not valid YAML: an alias of what it stands in"),
     "long": ("# " + "x" * (1 << 20), "1,048,578 characters, more than 1,048,576"),
 }
@@ -44,6 +48,14 @@ def test_an_override_has_the_same_limits() -> None:
     for value, message in (("[" * 5000, "nested more than 50 deep"), ("&a [*a]", "an alias of what it stands in")):
         with pytest.raises(ConfigError, match=message):
             parse_override(f"training.x={value}")
+
+
+def test_a_json_file_has_the_same_limit_of_digits(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": ' + "1" * 5000 + "}}")
+    with pytest.raises(
+        ConfigError, match=r"ds.json is not valid JSON: a whole number of more than 300 digits; give a"
+    ):
+        read_run_file(RunFile, "quickstart", [f"deepspeed={tmp_path}/ds.json"])
 
 
 def test_aliases_within_the_limits_are_taken(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from hf_diloco.apps.common.paths import NamedFiles, get_at, names_hub
-from hf_diloco.apps.common.yaml_file import KeyPath
+from hf_diloco.apps.common.yaml_file import KeyPath, parse_whole
 from hf_diloco.config.base import Count
 from hf_diloco.errors import ConfigError
 from hf_diloco.trainer.refusals import Where, find_refused
@@ -262,7 +262,8 @@ class BaseRun(Block):
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises `ValueError` if there is none, or it has a key twice."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, object_pairs_hook=_without_repeats, parse_int=parse_whole)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:

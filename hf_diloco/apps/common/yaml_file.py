@@ -20,8 +20,8 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000
 """What a run file may hold: far more than any has, and less than what exhausts the stack or memory. Values that an
 alias repeats count each time."""
-MAX_DIGITS = 1000
-"""Of a whole number: Python reads none that is several times as long."""
+MAX_DIGITS = 300
+"""Of a whole number: a few more, and it is too large for a float."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -159,11 +159,21 @@ def _load(text: str) -> tuple[Any, yaml.Node | None]:
         loader.dispose()
 
 
+_TOO_LONG = f"a whole number of more than {MAX_DIGITS} digits; give a smaller one"
+
+
+def parse_whole(digits: str) -> int:
+    """A whole number of a JSON file that a run file names; raises `ValueError` beyond the limit."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(_TOO_LONG)
+    return int(digits)
+
+
 def _check_scalar(node: yaml.Node) -> None:
     """Raises `yaml.YAMLError` for a number beyond the limit, or characters that no file name or message may have."""
     problem = ""
     if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
-        problem = f"a whole number of more than {MAX_DIGITS:,} digits; give a smaller one"
+        problem = _TOO_LONG
     try:
         if "\0" in node.value.encode().decode():
             problem = f"{node.value!r} has a null character; leave it out"
