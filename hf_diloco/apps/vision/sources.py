@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ _EVAL_SPLITS = ("validation", "test")  # of a folder; the first that is there
 # of the idx format of MNIST, Fashion-MNIST and EMNIST (yann.lecun.com/exdb/mnist), plain or compressed with gzip
 _UNSIGNED_BYTE = 0x08  # the only type of element that image sets use
 _MAX_CLASSES = 1 << 20  # of larger numbers some other column is made, as of ids
-_MAX_DEFLATE_RATIO = 1032  # zlib.net/zlib_tech.html: no file expands further
 _REMEDY = "download it again, or give the right folder as data.path"
 
 
@@ -249,19 +247,26 @@ def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
 
     Raises:
         ConfigError: naming the file, when it cannot be read, is of another kind, or is longer or shorter than it says.
-            A size that the file cannot hold is refused before memory is taken for it.
     """
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            shape = _read_shape(file, path, num_dimensions)
-            size = math.prod(shape)
-            content = file.read(size + 1)
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"data.path: cannot read {path}: {type(error).__name__}: {error}; {_REMEDY}") from error
-    if len(content) != size:
-        more = "more" if len(content) > size else f"only {len(content)}"
-        raise ConfigError(f"data.path: {path} announces {size} bytes of shape {shape} but holds {more}; {_REMEDY}")
-    return np.frombuffer(content, dtype=np.uint8).reshape(shape).copy()
+    begin, expected = 4 + 4 * num_dimensions, bytes([0, 0, _UNSIGNED_BYTE, num_dimensions])
+    if content[:4] != expected:
+        raise ConfigError(
+            f"data.path: {path} begins with {content[:4].hex() or 'nothing'}, not with {expected.hex()}: it is no idx "
+            f"file of unsigned bytes in {num_dimensions} dimensions; {_REMEDY}"
+        )
+    if len(content) < begin:
+        raise ConfigError(f"data.path: {path} ends in its header; {_REMEDY}")
+    shape = tuple(int(size) for size in np.frombuffer(content, dtype=">u4", count=num_dimensions, offset=4))
+    size, held = math.prod(shape), len(content) - begin
+    if held != size:
+        raise ConfigError(f"data.path: {path} announces {size} bytes of shape {shape} but holds {held}; {_REMEDY}")
+    return np.frombuffer(content, dtype=np.uint8, offset=begin).reshape(shape).copy()
 
 
 def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, IntArray]:
@@ -294,23 +299,3 @@ def _find_idx(folder: Path, name: str) -> Path:
         if path.is_file():
             return path
     raise ConfigError(f"data.path: {folder} has neither {name} nor {name}.gz; give the folder of the idx files")
-
-
-def _read_shape(file: gzip.GzipFile | BufferedReader, path: Path, num_dimensions: int) -> tuple[int, ...]:
-    header = file.read(4 + 4 * num_dimensions)
-    expected = bytes([0, 0, _UNSIGNED_BYTE, num_dimensions])
-    if header[:4] != expected:
-        raise ConfigError(
-            f"data.path: {path} begins with {header[:4].hex() or 'nothing'}, not with {expected.hex()}: it is no idx "
-            f"file of unsigned bytes in {num_dimensions} dimensions; {_REMEDY}"
-        )
-    if len(header) < 4 + 4 * num_dimensions:
-        raise ConfigError(f"data.path: {path} ends in its header; {_REMEDY}")
-    shape = tuple(int(size) for size in np.frombuffer(header[4:], dtype=">u4"))
-    size, on_disk = math.prod(shape), path.stat().st_size
-    fits = size <= on_disk * _MAX_DEFLATE_RATIO if path.suffix == ".gz" else size + len(header) == on_disk
-    if not fits:
-        raise ConfigError(
-            f"data.path: {path} announces {size} bytes of data, but has {on_disk} bytes on disk; {_REMEDY}"
-        )
-    return shape
