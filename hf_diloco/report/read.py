@@ -107,7 +107,7 @@ def load_run(path: str | Path) -> Run:
         raise ConfigError(f"no run folder at {folder}: give the folder that the run wrote, such as runs/NAME")
     found = _island_folders(folder)
     if found:
-        islands = [_read_island(entry, number) for number, entry in sorted(found.items())]
+        islands = [load_island(entry, number) for number, entry in sorted(found.items())]
         model = folder / "model"
         settings = redact(read_json(folder / "run.json"))
         return Run(folder.resolve().name, folder, tuple(islands), settings, model if model.is_dir() else None)
@@ -119,7 +119,7 @@ def load_run(path: str | Path) -> Run:
 def _single_island(folder: Path) -> Run:
     name, parent = folder.resolve().name, folder.resolve().parent
     match = _ISLAND_FOLDER.fullmatch(name)
-    island = _read_island(folder, int(match[1]) if match else None)
+    island = load_island(folder, int(match[1]) if match else None)
     if match is None:
         return Run(name, folder, (island,))
     return Run(f"{parent.name}/{name}", folder, (island,), redact(read_json(parent / "run.json")))
@@ -144,7 +144,8 @@ def _not_a_run(folder: Path) -> str:
     )
 
 
-def _read_island(folder: Path, number: int | None) -> IslandRun:
+def load_island(folder: Path, number: int | None) -> IslandRun:
+    """What lies in an island's folder; a `number` of None is as its record says."""
     progress, summary = read_json(folder / PROGRESS_FILE), read_json(folder / SUMMARY_FILE)
     path = folder / METRICS_FILE
     records, num_bad_lines = _read_records(path)

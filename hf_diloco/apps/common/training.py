@@ -24,7 +24,7 @@ from hf_diloco.apps.common.process import STOPPED, say
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report.island import IslandReport, summarise_island
-from hf_diloco.report.read import load_run
+from hf_diloco.report.read import load_island
 from hf_diloco.utils.files import SUMMARY_FILE, read_json, try_write_json
 from hf_diloco.utils.threads import outlive_gloo
 
@@ -210,7 +210,7 @@ def record_end(
         training: what the card says that the record does not.
     """
     number = run.meeting.island
-    figures = summarise_island(next(one for one in load_run(run.folder).islands if one.island == number))
+    figures = summarise_island(load_island(run.island_folder(), number))
     summary = {
         "island": number,
         "step": figures.steps,
