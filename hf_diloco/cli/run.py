@@ -38,8 +38,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     run = load_options(options)
     if dry_run:
         leave_other_launchers()
-        check_all(run, lambda: make_plan(run, options))
-        print_commands(make_plan(run, options))
+        print_commands(check_all(run, lambda: make_plan(run, options)))
         return 0
     check_names(run.training)
     out, err = terminal(sys.stdout), terminal(sys.stderr)
@@ -86,7 +85,7 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
     out = terminal(sys.stdout)
     leave_other_launchers()
     if dry_run:
-        check_all(run)
+        check_all(run, lambda: None)
         out.print(f"this process would train {counted(num_islands, run.unit)} in {run.folder}", soft_wrap=True)
         return 0
     if isinstance(run, VisionRun):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from hf_diloco.apps.common.arguments import check_training, training_arguments
 from hf_diloco.apps.common.base import BaseRun
@@ -22,6 +23,8 @@ from hf_diloco.cli.plan import LaunchOptions, Plan, leave_other_launchers, load_
 from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.utils import text
 from hf_diloco.utils.urls import is_object_store
+
+T = TypeVar("T")
 
 _CHECKPOINT_BYTES = 20
 """A parameter: fp32 weights and two moments, outer parameters and momentum."""
@@ -39,26 +42,28 @@ def run_validate(options: LaunchOptions, as_json: bool) -> int:
     """
     run = load_options(options)
     leave_other_launchers()
-    check_all(run, lambda: make_plan(run, options))
-    return show_findings(run_checks(_checks(run, make_plan(run, options))), as_json)
+    plan = check_all(run, lambda: make_plan(run, options))
+    return show_findings(run_checks(_checks(run, plan)), as_json)
 
 
-def check_all(run: BaseRun, *others: Callable[[], object]) -> None:
+def check_all(run: BaseRun, first: Callable[[], T]) -> T:
     """Tries what an island would check before its first step, but for the others. Starts and writes nothing.
 
-    It loads the libraries, which takes seconds, and reads a little of the data. Before that it tries `others`, each of
-    which raises `DiLoCoError`. Raises `ConfigError`, naming every problem.
+    It loads the libraries, which takes seconds, and reads a little of the data. Before that it tries `first`, which
+    raises `DiLoCoError`, and whose value it returns. Raises `ConfigError`, naming every problem.
     """
     use_cache_without_hub(run.needs_hub)  # before the libraries are imported
     own: list[Callable[[], object]] = [partial(_try_training, run), *([check_login] if run.push_to_hub else [])]
     problems: dict[str, None] = {}
-    for attempt in chain(others, own, run.probes()):
+    made: list[T] = []
+    for attempt in chain([lambda: made.append(first())], own, run.probes()):
         try:
             attempt()
         except DiLoCoError as error:
             problems[str(error)] = None
     if problems:
         raise ConfigError("; ".join(problems))
+    return made[0]
 
 
 def _try_training(run: BaseRun) -> None:

@@ -178,7 +178,7 @@ def test_what_is_right_passes(tmp_path: Path, file: Path, unit: str, capsys: pyt
 def test_a_check_joins_no_other_launchers_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "2")
-    monkeypatch.setattr("hf_diloco.cli.run.check_all", lambda *_: None)
+    monkeypatch.setattr("hf_diloco.cli.run.check_all", lambda _, plan: plan())
     assert dry_run(QUICKSTART, f"output={tmp_path}") == 0
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & os.environ.keys()
 
