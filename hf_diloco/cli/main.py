@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from hf_diloco import __version__
-from hf_diloco.cli import meeting, planning
+from hf_diloco.cli import doctor, meeting
 from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument, group
 from hf_diloco.cli.checkpoint import checkpoint_app
 from hf_diloco.cli.configs import configs_app
@@ -157,6 +157,35 @@ def launch(
     raise typer.Exit(run_launch(asked, grace=grace, dry_run=dry_run))
 
 
+def validate(
+    run_file: RunFileArgument,
+    overrides: Overrides = None,
+    island: Annotated[
+        int | None,
+        typer.Option("--island", "--node", min=0, help="The one that starts here. Default: all, on this machine."),
+    ] = None,
+    rendezvous: Annotated[str | None, typer.Option(metavar="URL", help="Where the islands meet.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a run without starting it: settings, model, data, memory, disk and store; and say what was not tried.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco validate configs/quickstart.yaml[/cyan]
+
+    [cyan]hf-diloco validate run.yaml --island 1 --rendezvous s3://bucket/my-run[/cyan]
+
+    [bold]Exit codes[/bold]
+
+    0: nothing speaks against it. 1: it would fail on this machine. 2: wrong command or run file.
+    """
+    from hf_diloco.cli.plan import LaunchOptions
+    from hf_diloco.cli.validate import run_validate
+
+    asked = LaunchOptions(run_file, tuple(overrides or ()), island, None, rendezvous)
+    raise typer.Exit(run_validate(asked, as_json))
+
+
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="the run folder, such as runs/quickstart")],
     file: Annotated[
@@ -245,7 +274,7 @@ def config_schema(
 app.command(cls=_LaunchCommand)(launch)
 for _command in (
     *(init, report, meeting.status, meeting.rendezvous, compare, meeting.dashboard),
-    *(topology, config_schema, estimate, planning.doctor, planning.env, planning.validate),
+    *(topology, config_schema, estimate, doctor.doctor, doctor.env, validate),
 ):
     app.command()(_command)
 app.add_typer(meeting.store_app, name="store")

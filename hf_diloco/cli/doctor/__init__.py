@@ -1,20 +1,32 @@
-"""`hf-diloco doctor`: finds what would keep a run from working on this machine, with remedies."""
+"""`hf-diloco doctor`: finds what would keep a run from working on this machine, with remedies; and `hf-diloco env`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
+
+from hf_diloco import __version__
+from hf_diloco.cli.arguments import AsJson
+from hf_diloco.cli.devices import cuda_devices, num_cores
 from hf_diloco.cli.meeting import open_listener
-from hf_diloco.utils.tables import output
-from hf_diloco.utils.text import counted
+from hf_diloco.utils import text
+from hf_diloco.utils.extras import installed_version
+from hf_diloco.utils.redact import redact
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "obstore", "numba", "numpy", "pydantic")
+_PREFIXES = ("HF_DILOCO_", "GLOO_", "NCCL_", "OMP_", "CUDA_VISIBLE", "ACCELERATE_", "DS_", "TORCH_")
+"""What a report of a bug should say: versions of these packages, and variables that begin so."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ def run_checks(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
 
 def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
     """Prints findings as they come, and how many of them matter; returns the exit code: 1 if there is a problem."""
+    from hf_diloco.utils.tables import output
+
     console = output()
     found = []
     for one in findings:
@@ -71,7 +85,7 @@ def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
         counts = {"problems": problems, "warnings": warnings}
         print(json.dumps({**counts, "findings": [asdict(one) for one in found]}, indent=2))
     else:
-        console.print(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}", markup=False)
+        console.print(f"\n{text.counted(problems, 'problem')}, {text.counted(warnings, 'warning')}", markup=False)
     return min(problems, 1)
 
 
@@ -110,3 +124,84 @@ def answer(address: str) -> int:
         print(f"listening at {address}; there: hf-diloco doctor --peer {address} (Ctrl-C ends it)", flush=True)
         serve(listener)
     return 0
+
+
+def doctor(
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="Try a store: rights, exclusive creation, speed.")
+    ] = None,
+    peer: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Measure the way to another machine that runs --listen.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Answer another machine's --peer, until Ctrl-C.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="See whether this machine can listen on a port.")
+    ] = None,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs write.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Look for what would keep a run from working on this machine; each finding comes with its remedy.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco doctor[/cyan]
+
+    [cyan]hf-diloco doctor --store s3://bucket/my-run[/cyan]
+
+    [cyan]hf-diloco doctor --listen 10.0.0.1:29400[/cyan]  (on one machine)
+
+    [cyan]hf-diloco doctor --peer 10.0.0.1:29400[/cyan]  (on the other)
+
+    [bold]Exit codes[/bold]
+
+    0: no problem; there may be warnings. 1: a problem, with which a run would fail. 2: wrong command.
+    """
+    if listen is not None:
+        raise typer.Exit(answer(listen))
+    chosen = [*checks(store, peer, port, folder)]  # addresses are checked before anything is looked at
+    raise typer.Exit(show_findings(run_checks(chosen), as_json))
+
+
+def env(as_json: AsJson = False) -> None:
+    """Show versions, devices and settings of the environment, for a report of a bug. Secrets are left out.
+
+    [bold]Examples[/bold]
+
+    [cyan]hf-diloco env[/cyan]
+    """
+    facts = _environment()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts)) + 2
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}{value}")
+
+
+def _environment() -> dict[str, str]:
+    """Names and values, in the order in which they are read; without secrets."""
+    import psutil
+
+    gpus = cuda_devices()
+    return {
+        "hf-diloco": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        **{name: installed_version(name) or "not installed" for name in _PACKAGES},
+        "cuda": _cuda(),
+        "gpus": f"{len(gpus)} ({', '.join(gpus)})" if gpus else "none",
+        "cores": str(num_cores()),
+        "memory": text.size(psutil.virtual_memory().total),
+        **{name: str(redact(value, name)) for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+    }
+
+
+def _cuda() -> str:
+    """That PyTorch was built for; its name says it without an import."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"PyTorch cannot be imported: {error}"
+    return torch.version.cuda or "none: a PyTorch for CPUs"
