@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_diloco.apps.common.arguments import DECIDED_ELSEWHERE
-from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.base import DECIDED_ELSEWHERE, BaseRun
 from hf_diloco.apps.lm.runfile import RunFile, TokenizerBlock, TrainTokenizer
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.trainer.refusals import REFUSALS

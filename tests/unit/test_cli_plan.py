@@ -320,7 +320,7 @@ def test_visible_devices(visible: str, found: list[str], monkeypatch: pytest.Mon
     assert devices.cuda_devices() == found  # -1 hides what follows, as CUDA has it
 
 
-@pytest.mark.parametrize("setting", ["training.learning_rte=1", "training.output_dir=elsewhere"])
+@pytest.mark.parametrize("setting", ["training.learning_rte=1", "training.lr=1"])
 def test_names_of_the_trainers_settings_are_checked_before_anything_starts(folder: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=setting.partition("=")[0]):
         run_launch(LaunchOptions(run_file(folder), (setting,)), grace=1.0, dry_run=False)

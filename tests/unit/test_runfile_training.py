@@ -11,11 +11,11 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_diloco.apps.common.arguments import (
-    DECIDED_ELSEWHERE,
     check_names,
     check_training,
     training_arguments,
 )
+from hf_diloco.apps.common.base import DECIDED_ELSEWHERE
 from hf_diloco.apps.common.deepspeed import deepspeed_config
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError
@@ -38,9 +38,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"adam_beta2": 1.0}, "should be less than 1, got 1.0"),
     ({"dataloader_num_workers": 100000}, "dataloader_num_workers: input should be less than or equal to 1024, got"),
     ({"accelerator_config": "x"}, "training.accelerator_config: no file 'x'; give a JSON file of Accelerate's"),
-    ({"output_dir": "x"}, "training.output_dir cannot be set here: checkpoints go to OUTPUT/NAME/island-K"),
-    ({"deepspeed": "zero2.json"}, "set deepspeed at the top of the run file"),
-    ({"seed": 3}, "set seed at the top of the run file"),
     ({"learning_rate": "x", "bf16": 1}, "'x'; training.bf16"),
 ]
 
@@ -65,10 +62,21 @@ def test_names_that_are_right_need_no_import(monkeypatch: pytest.MonkeyPatch) ->
     check_names(dict.fromkeys(set(names) - DECIDED_ELSEWHERE.keys()))
 
 
-@pytest.mark.parametrize("name", ["learning_rte", "output_dir"])
-def test_a_name_that_is_wrong_is_told(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"training.{name}"):
-        check_names({name: 1})
+def test_a_name_that_is_wrong_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"training\.learning_rte"):
+        check_names({"learning_rte": 1})
+
+
+def test_what_is_decided_elsewhere_is_told_with_the_place() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_file("quickstart", [f"training.{name}=1" for name in ("output_dir", "seed")])
+    assert "training: output_dir cannot be set here: checkpoints go to OUTPUT/NAME/island-K" in str(caught.value)
+    assert "seed cannot be set here: set seed at the top of the run file" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", DECIDED_ELSEWHERE)
+def test_all_that_is_decided_elsewhere_is_an_argument(name: str) -> None:
+    assert name in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
 def test_structured_values_pass() -> None:
@@ -92,7 +100,7 @@ def test_arguments_of_an_island(tmp_path: Path) -> None:
 def test_an_island_refuses_a_tracker_that_is_not_installed(tmp_path: Path) -> None:
     overrides = [f"output={tmp_path}", "deepspeed=null", "training.report_to=[mlflow]"]
     with pytest.raises(ConfigError, match=r"training\.report_to: 'mlflow' is not to be had here: install its package"):
-        training_arguments(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides))
+        check_training(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides).training)
 
 
 def test_what_transformers_refuses_becomes_a_config_error(tmp_path: Path) -> None:

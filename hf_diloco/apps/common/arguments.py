@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from hf_diloco.apps.common.base import OFFLOAD_ON_CPU, BaseRun
+from hf_diloco.apps.common.base import DECIDED_ELSEWHERE, OFFLOAD_ON_CPU, BaseRun
 from hf_diloco.apps.common.deepspeed import check_deepspeed, deepspeed_config
 from hf_diloco.apps.common.environment import ENV_LAUNCHED
 from hf_diloco.errors import ConfigError
@@ -23,27 +23,6 @@ from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-DECIDED_ELSEWHERE = {
-    "output_dir": "checkpoints go to OUTPUT/NAME/island-K; set output and name at the top of the run file",
-    "deepspeed": "it has its own place: set deepspeed at the top of the run file",
-    "fsdp": "it has its own place: set fsdp at the top of the run file",
-    "fsdp_config": "its keys have their own place: set fsdp at the top of the run file",
-    "seed": "set seed at the top of the run file; it is the same on all islands",
-    "use_cpu": "set launch.use_cpu",
-    "resume_from_checkpoint": "set launch.resume",
-    "ignore_data_skip": "the position in the data is kept with every checkpoint",
-    "num_train_epochs": "islands must take equally many steps; set max_steps",
-    "local_rank": "it comes from the launcher",
-    "do_train": "a run trains, then evaluates",
-    "do_eval": "a run trains, then evaluates; between, eval_strategy and eval_steps decide",
-    "do_predict": "a run trains, then evaluates",
-    "remove_unused_columns": "the data has no others than the model takes",
-    "label_names": "the data has one, labels",
-    "eval_use_gather_object": "evaluations gather the loss, a tensor",
-    "train_sampling_strategy": "all sequences are equally long",
-}
-"""Settings of the Trainer that a run file decides in another place, by name, with that place."""
 
 _TOO_LARGE = 2**63
 _POSITIVE = (
@@ -75,7 +54,7 @@ def check_names(training: dict[str, Any]) -> None:
         kinds = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"]
         fields = [node.target for kind in kinds for node in kind.body if isinstance(node, ast.AnnAssign)]
         known = {field.id for field in fields if isinstance(field, ast.Name)}
-        if training.keys() - (known - DECIDED_ELSEWHERE.keys()):
+        if training.keys() - known:
             check_training(training)
 
 
@@ -99,7 +78,6 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
     """
     from transformers import TrainingArguments
 
-    check_training(run.training)
     use_cpu = uses_cpu(run)
     settings: dict[str, Any] = {
         "report_to": "none",
@@ -244,8 +222,6 @@ def training_takes_null(key: str) -> bool:
 
 def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> str | None:
     name = f"training.{key}"
-    if key in DECIDED_ELSEWHERE:
-        return f"{name} cannot be set here: {DECIDED_ELSEWHERE[key]}"
     if key not in known:
         return f"unknown setting {name}={value!r}{nearest(key, sorted(known))}"
     if key.endswith("_kwargs") and isinstance(value, str) and not _is_json_object(value):

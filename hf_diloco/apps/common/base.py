@@ -30,6 +30,27 @@ OFFLOAD_ON_CPU = (
     "needs an accelerator: set it to false"
 )
 
+DECIDED_ELSEWHERE = {
+    "output_dir": "checkpoints go to OUTPUT/NAME/island-K; set output and name at the top of the run file",
+    "deepspeed": "it has its own place: set deepspeed at the top of the run file",
+    "fsdp": "it has its own place: set fsdp at the top of the run file",
+    "fsdp_config": "its keys have their own place: set fsdp at the top of the run file",
+    "seed": "set seed at the top of the run file; it is the same on all islands",
+    "use_cpu": "set launch.use_cpu",
+    "resume_from_checkpoint": "set launch.resume",
+    "ignore_data_skip": "the position in the data is kept with every checkpoint",
+    "num_train_epochs": "its steps differ where the islands' shares differ in size; set max_steps instead",
+    "local_rank": "it comes from the launcher",
+    "do_train": "a run trains, then evaluates",
+    "do_eval": "a run trains, then evaluates; between, eval_strategy and eval_steps decide",
+    "do_predict": "a run trains, then evaluates",
+    "remove_unused_columns": "the data has no others than the model takes",
+    "label_names": "the data has one, labels",
+    "eval_use_gather_object": "evaluations gather the loss, a tensor",
+    "train_sampling_strategy": "all sequences are equally long",
+}
+"""Settings of the Trainer that a run file decides in another place, by name, with that place."""
+
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
 
 MODELS = ("preset", "path", "config")
@@ -174,15 +195,14 @@ class BaseRun(Block):
     @field_validator("training")
     @classmethod
     def _check_training(cls, training: dict[str, Any]) -> dict[str, Any]:
+        problems = [f"{name}={problem}" for name, problem in find_refused(training, cls.where)]
+        elsewhere = [name for name in training if name in DECIDED_ELSEWHERE]
+        problems += [f"{name} cannot be set here: {DECIDED_ELSEWHERE[name]}" for name in elsewhere]
+        if problems:
+            raise ValueError("; ".join(problems))
         max_steps = training.get("max_steps")
-        if "num_train_epochs" in training:
-            raise ValueError(
-                "num_train_epochs differs in steps where the islands' shares differ in size; set max_steps instead"
-            )
         if not isinstance(max_steps, int) or isinstance(max_steps, bool) or max_steps < 1:
             raise ValueError(f"max_steps must be a whole number of inner steps from 1 on, got {max_steps!r}")
-        if problems := [f"{name}={problem}" for name, problem in find_refused(training, cls.where)]:
-            raise ValueError("; ".join(problems))
         return training
 
     @field_validator("deepspeed", mode="before")
