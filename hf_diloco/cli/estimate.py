@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import ValidationError
 
 from hf_diloco.apps.common.shipped import find_run_file
 from hf_diloco.cli.arguments import AsJson
-from hf_diloco.config.base import describe
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import Link
 from hf_diloco.planning.estimate import TARGET, Estimate, Row, draw, make_estimate
@@ -25,7 +23,7 @@ from hf_diloco.utils import text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
+    from hf_diloco.apps.lm.runfile import RunFile
 
 _LEGEND = f"""
 sent: by an island in a round of the whole model (every step: in a step); exchange: of one fragment, or of all;
@@ -108,13 +106,15 @@ def estimate(
         _refuse_foreign(ctx, run_file)
         scenario = scenario_of(_read_run(run_file, overrides or ()), link, step, price)
     elif params is not None:
+        from hf_diloco.apps.lm.runfile import outer_loop
+
         size = parse_count(params, "--params")
         scenario = Scenario(
             name="",
             num_parameters=size,
             largest_layer=-(-size // layers),
             num_layers=layers,
-            diloco=_outer_loop(islands, sync_every, payload),
+            diloco=outer_loop(num_islands=islands, island=0, sync_every=sync_every, payload=payload),
             link=link,
             step_seconds=step or DEFAULT_STEP_SECONDS,
             num_ranks=ranks,
@@ -147,16 +147,6 @@ def _refuse_foreign(ctx: typer.Context, run_file: Path) -> None:
         raise ConfigError(
             f"{', '.join(given)}: {run_file} says this; change it there, or by KEY=VALUE, as diloco.sync_every=100"
         )
-
-
-def _outer_loop(num_islands: int, sync_every: int, payload: str) -> DiLoCoBlock:
-    from hf_diloco.apps.lm.runfile import DiLoCoBlock
-
-    try:
-        block: DiLoCoBlock = DiLoCoBlock(num_islands=num_islands, island=0, sync_every=sync_every, payload=payload)
-    except ValidationError as error:
-        raise ConfigError(describe(error, DiLoCoBlock)) from None
-    return block
 
 
 def _read_run(path: Path, overrides: Sequence[str]) -> RunFile:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of, read_run_file, shorthands
@@ -20,6 +21,10 @@ from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import check_own_address
 from hf_diloco.utils.text import counted
 from hf_diloco.utils.urls import is_object_store
+
+if TYPE_CHECKING:
+    from hf_diloco.apps.lm.runfile import DiLoCoBlock
+    from hf_diloco.apps.vision.runfile import GossipBlock
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 """The interface over which the processes of an island on this machine talk to each other."""
@@ -144,15 +149,6 @@ def _told_by(variable: str, value: object) -> str:
     return f" ({variable})" if is_from_environment(variable, value) else ""
 
 
-def check_place(unit: str, island: int | None, rendezvous: str | None) -> None:
-    """Raises `ConfigError` if only the environment starts an island alone, and nothing says where it meets others."""
-    if island is not None and rendezvous is None and is_from_environment(ENV_ISLAND, island):
-        raise ConfigError(
-            f"{ENV_ISLAND}={island} in the environment starts {unit} {island} alone, and nothing says where it meets "
-            f"the others: give --rendezvous, or unset {ENV_ISLAND} to start all {unit}s on this machine"
-        )
-
-
 def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
     """Checks everything that can be checked before a process starts; `run`: as `load_options` has read it.
 
@@ -161,7 +157,7 @@ def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
     numbers = range(run.meeting.num_islands) if options.island is None else [options.island]
     num_processes, config_file = _processes(run)
     port, *ports = devices.free_ports(1 + len(numbers))
-    rendezvous = _rendezvous(run, options, port)
+    rendezvous = place_to_meet(run.meeting, run.unit, options.island, port)
     if rendezvous is not None:
         check_own_address(run.meeting.bind_address)
         for number in numbers:
@@ -259,18 +255,25 @@ def _processes(run: BaseRun) -> tuple[int, Path | None]:
     return num_processes, path
 
 
-def _rendezvous(run: BaseRun, options: LaunchOptions, free_port: int) -> str | None:
-    given = run.meeting.rendezvous
-    if run.meeting.num_shares > 1:
-        check_place(run.unit, options.island, given)
-    if options.island is not None and run.meeting.enabled:
-        given = run.meeting.resolve().rendezvous  # several islands without one are refused here
-    elif given is None and options.island is None and run.meeting.num_shares > 1:
+def place_to_meet(meeting: DiLoCoBlock | GossipBlock, unit: str, island: int | None, free_port: int) -> str | None:
+    """Where the islands, or nodes, meet: as their settings say, else at a port of this machine if all start here.
+
+    `island`: the only one to start here; None starts all. Raises `ConfigError` if they cannot meet there.
+    """
+    given = meeting.rendezvous
+    if meeting.num_shares > 1 and island is not None and given is None and is_from_environment(ENV_ISLAND, island):
+        raise ConfigError(
+            f"{ENV_ISLAND}={island} in the environment starts {unit} {island} alone, and nothing says where it meets "
+            f"the others: give --rendezvous, or unset {ENV_ISLAND} to start all {unit}s on this machine"
+        )
+    if island is not None and meeting.enabled:
+        given = meeting.resolve().rendezvous  # several islands without one are refused here
+    elif given is None and island is None and meeting.num_shares > 1:
         given = f"tcp://127.0.0.1:{free_port}"
-        if run.meeting.enabled:
-            run.meeting.model_copy(update={"rendezvous": given}).resolve()  # refuses what needs another place to meet
+        if meeting.enabled:
+            meeting.model_copy(update={"rendezvous": given}).resolve()  # refuses what needs another place to meet
         return given
-    if given is not None and not is_object_store(given) and options.island in (None, 0):
+    if given is not None and not is_object_store(given) and island in (None, 0):
         devices.check_port_is_free(given)
     return given
 

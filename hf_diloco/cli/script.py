@@ -12,21 +12,19 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import pairwise, takewhile
 from pathlib import Path
 
 from hf_diloco.apps.common.base import problem_of_name
+from hf_diloco.apps.lm.runfile import outer_loop
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
 from hf_diloco.cli.log import FINISHED
-from hf_diloco.cli.plan import IslandPlan, Plan, check_place, island_environment
+from hf_diloco.cli.plan import IslandPlan, Plan, island_environment, place_to_meet
 from hf_diloco.cli.run import print_commands, print_failures, run_islands
-from hf_diloco.config.base import ENV_FOLDER, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
-from hf_diloco.config.diloco import DiLoCoConfig
+from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.files import PROGRESS_FILE
-from hf_diloco.utils.urls import check_between_processes, is_object_store
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _NUM_PROCESSES = re.compile(r"--(nproc[_-]per[_-]node|num_processes|num_gpus)(=(?P<count>.+))?")
@@ -78,13 +76,15 @@ def plan_script(
         name: of the run; None: the script's.
         output: the folder of run folders.
     """
-    given = _with_program(command)
+    command = _with_program(command)
     if name is not None and (problem := problem_of_name(name)):
         raise ConfigError(f"--name: {problem}")
-    total = _total(num_islands)
+    given = {"num_islands": num_islands, "rendezvous": rendezvous}
+    meeting = outer_loop(island=island or 0, **{key: value for key, value in given.items() if value is not None})
+    total = meeting.num_islands
     numbers = range(total) if island is None else [island]
     port, *ports = devices.free_ports(1 + len(numbers))
-    config = _meeting(island, total, rendezvous, port)
+    place = place_to_meet(meeting, "island", island, port)
     num_processes = _num_processes(command)
     threads = devices.fitting_threads(len(numbers) * num_processes)
     found = devices.cuda_devices()  # of fewer than an island has processes, all are every island's
@@ -94,13 +94,12 @@ def plan_script(
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
         own_folder = folder / f"island-{number}"
-        environment = island_environment(number, total, config.rendezvous, threads, share)
+        environment = island_environment(number, total, place, threads, share)
         environment[ENV_FOLDER] = str(own_folder.absolute())
-        own_command = _with_port(given, main_process_port, len(numbers))
+        own_command = _with_port(command, main_process_port, len(numbers))
         islands.append(IslandPlan(number, own_folder, own_command, environment, {}))
     crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads), shares)
-    meets_in_store = config.rendezvous is not None and is_object_store(config.rendezvous)
-    return Plan(folder, total, tuple(islands), config.rendezvous, meets_in_store, crowding)
+    return Plan(folder, total, tuple(islands), place, meeting.survives_losses, crowding)
 
 
 def _with_program(command: Sequence[str]) -> tuple[str, ...]:
@@ -118,29 +117,6 @@ def _with_program(command: Sequence[str]) -> tuple[str, ...]:
     if is_script and not Path(command[1]).is_file():
         raise ConfigError(f"{command[1]}: no such file")
     return (program, *command[1:])
-
-
-def _total(num_islands: int | None) -> int:
-    given = num_islands or os.environ.get(ENV_NUM_ISLANDS) or 1
-    with suppress(ValueError):
-        if (number := int(given)) >= 1:
-            return number
-    raise ConfigError(f"{ENV_NUM_ISLANDS}={given}: give a number of islands from 1 on")
-
-
-def _meeting(island: int | None, num_islands: int, rendezvous: str | None, free_port: int) -> DiLoCoConfig:
-    """Who takes part, and where they meet."""
-    rendezvous = rendezvous or os.environ.get(ENV_RENDEZVOUS) or None
-    if num_islands > 1:
-        check_place("island", island, rendezvous)
-    if rendezvous is None and island is None and num_islands > 1:
-        rendezvous = f"tcp://127.0.0.1:{free_port}"
-    config = DiLoCoConfig(island=island or 0, num_islands=num_islands, rendezvous=rendezvous)
-    if rendezvous is not None and num_islands > 1:
-        check_between_processes(rendezvous)
-    if rendezvous is not None and not is_object_store(rendezvous) and config.island == 0:
-        devices.check_port_is_free(rendezvous)
-    return config
 
 
 def _name(command: Sequence[str]) -> str:

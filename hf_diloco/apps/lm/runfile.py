@@ -10,7 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from hf_diloco.apps.common.base import MODELS, BaseRun, check_model
 from hf_diloco.apps.common.load import read_run_file
@@ -18,8 +18,9 @@ from hf_diloco.apps.common.paths import NamedFiles, get_at
 from hf_diloco.apps.common.yaml_file import KeyPath
 from hf_diloco.apps.data.sources import DataBlock, read_first
 from hf_diloco.config import checks as config_checks
-from hf_diloco.config.base import Count, is_given
+from hf_diloco.config.base import Count, describe, is_given
 from hf_diloco.config.diloco import DiLoCoConfig
+from hf_diloco.errors import ConfigError
 from hf_diloco.optimizers import OptimizerBlock
 from hf_diloco.trainer.refusals import find_refused, refuse_uncounted
 from hf_diloco.utils.settings import Block
@@ -104,6 +105,15 @@ class DiLoCoBlock(DiLoCoConfig):
     def survives_losses(self) -> bool:
         """Whether the other islands go on when one is lost."""
         return self.meets_in_store
+
+
+def outer_loop(**settings: Any) -> DiLoCoBlock:
+    """A block that stands in no run file; raises `ConfigError` if a setting is wrong."""
+    try:
+        block: DiLoCoBlock = DiLoCoBlock(**settings)
+    except ValidationError as error:
+        raise ConfigError(describe(error, DiLoCoBlock)) from None
+    return block
 
 
 class RunFile(BaseRun):
