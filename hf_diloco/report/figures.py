@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_diloco.report.island import LARGEST, total
+from hf_diloco.report.island import total
 from hf_diloco.report.read import Run
 from hf_diloco.report.records import Eval, Mix, Train
 from hf_diloco.report.summary import Report
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_POINTS = 800  # a line has no more points, nor a bar chart ...
 MAX_BARS = 100  # ... more bars: beyond, neighbours are averaged
 MAX_ROUND_LINES = 60
+LARGEST = 1e18  # a number beyond it is no count, rate or loss
 
 SIZE = (5.2, 3.3)  # inches: small, so that the text stays readable on a phone
 NUM_COLOURS = 8

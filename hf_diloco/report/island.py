@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
@@ -13,7 +13,6 @@ from hf_diloco.report.records import End, Eval, Mix, Start, Sync, Train
 
 BYTES_PER_GRADIENT = 4  # fp32
 NO_START = Start(event="start", step=0)  # where none was recorded, and so nothing is known
-LARGEST = 1e18  # a number beyond it is no count, rate or loss
 # What a report takes from records as it is.
 _OF_START = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}
 _OF_END = {"on_boundary", "steps_since_sync", "run_is_over"}
@@ -137,11 +136,10 @@ def summarise_island(island: IslandRun) -> IslandReport:
     steps = island.last_step
     first = island.sections[0].start if island.sections else None  # it may be a resume, the earlier part left behind
     num_steps = None if first is None or steps is None else sum(_steps_of_sections(island))
-    outer, inner = _last_evaluations(island, steps if end else None)
+    outer, inner = _last_evaluations(island)
     nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
     bytes_sent = total(sync.bytes_sent for sync in syncs) if syncs else nothing
     everything = exchanged(island, "bytes_sent")
-    token_rate = _per_second(island.sections, "tokens_per_step")
     train_losses = [record.loss for record in island.of(Train) if record.loss is not None]
     sample = island.summary.get("sample")
     return IslandReport(
@@ -156,8 +154,8 @@ def summarise_island(island: IslandRun) -> IslandReport:
         eval_step=outer.step if outer else None,
         inner_eval_loss=inner.eval_loss if inner else None,
         inner_eval_step=inner.step if inner else None,
-        num_tokens=_seen(island, "tokens_per_step", _number(island.summary, "num_tokens")),
-        tokens_per_second=_number(island.summary, "tokens_per_second") if token_rate is None else token_rate,
+        num_tokens=_seen(island, "tokens_per_step"),
+        tokens_per_second=_per_second(island.sections, "tokens_per_step"),
         num_images=_seen(island, "images_per_step"),
         images_per_second=_per_second([one for one in island.sections if one.start], "images_per_step"),
         bytes_sent=bytes_sent,
@@ -200,11 +198,9 @@ def _bytes_per_step_sync(start: Start, num_steps: int | None) -> int | None:
     return gradients * BYTES_PER_GRADIENT // start.num_islands
 
 
-def _last_evaluations(island: IslandRun, end: int | None) -> tuple[Eval | None, Eval | None]:
+def _last_evaluations(island: IslandRun) -> tuple[Eval | None, Eval | None]:
     """The last evaluation of the outer weights, and a later one of the inner weights if there is any."""
     evaluations = [record for record in island.of(Eval) if record.eval_loss is not None]
-    if end is not None and not any(record.step == end for record in evaluations):
-        evaluations += _from_summary(island, end)
     outer = next((record for record in reversed(evaluations) if record.weights == "outer"), None)
     latest = evaluations[-1] if evaluations else None
     if latest is None or latest.weights != "inner" or (outer is not None and outer.step == latest.step):
@@ -212,28 +208,9 @@ def _last_evaluations(island: IslandRun, end: int | None) -> tuple[Eval | None, 
     return outer, latest
 
 
-def _from_summary(island: IslandRun, step: int) -> list[Eval]:
-    """The evaluation after the end of training, if `summary.json` has one, and is not of an end before a resume."""
-    if island.summary.get("step", step) != step:
-        return []
-    loss, weights = _number(island.summary, "eval_loss"), island.summary.get("eval_weights")
-    if loss is None or not isinstance(weights, str):
-        return []
-    return [Eval(event="eval", step=step, eval_loss=loss, weights=weights)]
-
-
-def _number(values: Mapping[str, Any], key: str) -> float | None:
-    """A sane number of `summary.json`, or None."""
-    value = values.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if abs(value) <= LARGEST else None  # NaN compares false
-
-
-def _seen(island: IslandRun, per_step: str, otherwise: float | None = None) -> int | None:
-    """Tokens, or images, of the steps that stand; `otherwise` where starts do not tell."""
+def _seen(island: IslandRun, per_step: str) -> int | None:
+    """Tokens, or images, of the steps that stand."""
     seen = seen_until(island, per_step)
-    seen = otherwise if seen is None else seen
     return None if seen is None else round(seen)
 
 
