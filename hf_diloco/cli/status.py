@@ -85,20 +85,17 @@ def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
 
     `may_be_tcp`: it can look at what island 0 keeps at tcp://HOST:PORT, too.
     """
-    try:
-        if may_be_tcp and url.startswith("tcp:"):
-            split_tcp_url(url)
-            return
-        if not is_object_store(url):
-            where = f"{'tcp://HOST:PORT, ' if may_be_tcp else ''}{VALID_URLS}"
-            raise ConfigError(
-                f"rendezvous {url!r}: {command} needs the place where the run's islands leave records ({where}); what "
-                "other runs do is in the launcher's output and in `hf-diloco report RUN`"
-            )
-        check_between_processes(url)
-        check_store_url(url)
-    except (RendezvousError, ValueError) as error:
-        raise ConfigError(str(error)) from None
+    if may_be_tcp and url.startswith("tcp:"):
+        split_tcp_url(url)
+        return
+    if not is_object_store(url):
+        where = f"{'tcp://HOST:PORT, ' if may_be_tcp else ''}{VALID_URLS}"
+        raise ConfigError(
+            f"rendezvous {url!r}: {command} needs the place where the run's islands leave records ({where}); what "
+            "other runs do is in the launcher's output and in `hf-diloco report RUN`"
+        )
+    check_between_processes(url)
+    check_store_url(url)
 
 
 def _watch(observer: Observer, interval: float, show: Callable[[RunStatus], object]) -> None:

@@ -27,7 +27,6 @@ from hf_diloco.config.base import (
     tell_of_auto,
     tell_of_own,
 )
-from hf_diloco.errors import RendezvousError
 from hf_diloco.methods.outer import find_method
 from hf_diloco.utils.urls import check_store_url, is_object_store, split_tcp_url
 
@@ -241,10 +240,7 @@ class DiLoCoConfig(StrictModel):
         if url is None:
             return None
         if is_object_store(url):
-            try:
-                return check_store_url(url)
-            except RendezvousError as error:
-                raise ValueError(str(error)) from None
+            return check_store_url(url)
         split_tcp_url(url)
         return url
 

@@ -60,7 +60,8 @@ class ObjectStore:
         tells_changes: there is a server of ours, which can be asked a `Question`.
 
     Raises:
-        RendezvousError: the URL is none of these; or the store cannot be reached, does not exist or denies access.
+        ConfigError: the URL is none of these.
+        RendezvousError: the store cannot be reached, does not exist or denies access.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import re
 import socket
 from urllib.parse import unquote, urlsplit
 
-from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.errors import ConfigError
 
 STORE_SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
 VALID_URLS = "file:///DIR, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or http://HOST:PORT/NAME"
@@ -56,10 +56,10 @@ def parse_address(host: str) -> Address | None:
 
 
 def check_specific(host: str) -> str:
-    """Returns `host`; raises `ValueError` if it stands for all interfaces of a machine, and is no address to reach."""
+    """Returns `host`; raises `ConfigError` if it stands for all interfaces of a machine, and leads to none."""
     address = parse_address(host)
     if address is not None and address.is_unspecified:
-        raise ValueError(
+        raise ConfigError(
             f"{host} stands for every interface of the machine, public ones included, and leads nowhere from another "
             "machine: give the one address that the others reach, in a private network or a VPN; on one machine "
             "127.0.0.1"
@@ -100,19 +100,19 @@ def check_between_processes(url: str) -> None:
 def check_store_url(url: str) -> str:
     """Returns the URL without a slash at its end.
 
-    Raises `RendezvousError` if it has none of the forms that this module's text lists.
+    Raises `ConfigError` if it has none of the forms that this module's text lists.
     """
     if url.startswith("file:"):
         path = unquote(url.removeprefix("file://"))
         if not url.startswith("file:///") or not path.strip("/") or re.search(r"[\0?#]", path):
-            raise RendezvousError(
+            raise ConfigError(
                 f"rendezvous {url!r}: a folder needs its full path, beginning with three slashes, as in "
                 "file:///shared/runs/my-run; it must be the same folder on all islands"
             )
         return url.rstrip("/")
     if _CLOUD_URL.fullmatch(url) or _MEMORY_URL.fullmatch(url) or split_server_url(url):
         return url.rstrip("/")
-    raise RendezvousError(f"rendezvous {url!r} is no object store: expected {VALID_URLS}")
+    raise ConfigError(f"rendezvous {url!r} is no object store: expected {VALID_URLS}")
 
 
 def split_server_url(url: str) -> tuple[str, str, int, str] | None:
@@ -133,19 +133,19 @@ def _may_be_host(name: str) -> bool:
 
 
 def split_tcp_url(url: str) -> tuple[str, int]:
-    """Host and port of a `tcp://HOST:PORT` address; raises `ValueError` if it is none, or HOST cannot be reached."""
+    """Host and port of a `tcp://HOST:PORT` address; raises `ConfigError` if it is none, or HOST cannot be reached."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:  # an unclosed bracket, a port that is no number or too large
         parts, port = None, None
     if parts and parts.scheme != "tcp":
-        raise ValueError(
+        raise ConfigError(
             f"rendezvous {url!r}: the scheme must be tcp, as in tcp://10.0.0.1:29400, or an object store's: "
             f"{', '.join(scheme for scheme in STORE_SCHEMES if scheme != 'memory')}"
         )
     if parts and (re.search(r"\s", parts.netloc) or not _may_be_host(parts.hostname or "")):
         parts = None
     if not parts or not parts.hostname or not port or parts.path.strip("/") or parts.query or parts.username:
-        raise ValueError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
+        raise ConfigError(f"rendezvous {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
     return check_specific(parts.hostname), port

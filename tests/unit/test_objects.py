@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.errors import ExchangeError, RendezvousError, StoreError
+from hf_diloco.errors import ConfigError, ExchangeError, RendezvousError, StoreError
 from hf_diloco.store.backends import client_options
 from hf_diloco.store.failures import reason_of
 from hf_diloco.store.objects import ObjectStore
@@ -324,9 +324,9 @@ def test_bad_paths(store: ObjectStore, path: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(RendezvousError, match=r"expected file:///DIR, s3://BUCKET/PREFIX"):
+    with pytest.raises(ConfigError, match=r"expected file:///DIR, s3://BUCKET/PREFIX"):
         check_store_url(url)
-    with pytest.raises(RendezvousError, match="is no object store"):
+    with pytest.raises(ConfigError, match="is no object store"):
         ObjectStore(url)
 
 
@@ -335,7 +335,7 @@ def test_other_urls_are_refused(url: str) -> None:
 )
 def test_folders_need_their_full_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RendezvousError, match="three slashes"):
+    with pytest.raises(ConfigError, match="three slashes"):
         ObjectStore(url)
     assert list(tmp_path.iterdir()) == []
 
