@@ -62,6 +62,8 @@ def read_configuration(path: Path, deepspeed: bool, fsdp: bool) -> dict[str, Any
     except ConfigError as error:
         raise ConfigError(f"accelerate: {error} (write one with `accelerate config`)") from None
     kind = str(values.get("distributed_type", "NO"))
+    if type(number := values.get("num_processes") or 1) is not int:
+        raise ConfigError(f"accelerate: {path} has num_processes {number!r}: give a whole number")
     if values.get("num_machines", 1) != 1:
         raise ConfigError(
             f"accelerate: {path} spans num_machines={values['num_machines']}, but hf-diloco launch starts the "

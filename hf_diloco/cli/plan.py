@@ -249,7 +249,7 @@ def _processes(run: BaseRun) -> tuple[int, Path | None]:
         path = Path(run.accelerate)
         values = accelerate.read_configuration(path, run.deepspeed is not None, run.fsdp is not None)
         if "num_processes" not in run.launch.model_fields_set:
-            num_processes = int(values.get("num_processes") or 1)
+            num_processes = values.get("num_processes") or 1
     if run.fsdp is not None:
         run.fsdp.num_shards(num_processes)
     return num_processes, path

@@ -128,6 +128,7 @@ def test_own_accelerate_configuration(folder: Path) -> None:
         ("just words", "expected `key: value` lines"),
         ("a: [", "not valid YAML"),
         ("num_processes: " + "1" * 5000, "more than 300 digits"),
+        ("num_processes: two", "has num_processes 'two': give a whole number"),
     ],
 )
 def test_accelerate_configurations_that_cannot_work(folder: Path, text: str, message: str) -> None:

@@ -280,16 +280,16 @@ class BaseRun(Block):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises `ValueError` if there is none, or it has a key twice."""
+    """The JSON object in a file; raises `ConfigError` if there is none, or it has a key twice."""
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text, object_pairs_hook=_without_repeats, parse_int=parse_whole)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+        raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
