@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+
+from hf_diloco.utils.files import read_json
 
 BEFORE_TRAINING = "starting"
 AT_THE_END = ("done", "failed")
+
+_Figure = Annotated[float, AfterValidator(lambda value: value if math.isfinite(value) else None)]
+"""None in the place of what is no finite number."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,8 @@ class Progress:
     step: int = 0
     max_steps: int = 0
     round: int = 0
-    loss: float | None = None
-    tokens_per_second: float | None = None
+    loss: _Figure | None = None
+    tokens_per_second: _Figure | None = None
     unit: str = "tokens"
     message: str = ""
     noun: str = ""
@@ -55,25 +61,13 @@ class Progress:
         return self.state in AT_THE_END
 
 
+_PROGRESS = TypeAdapter(Progress)
+
+
 def read_progress(path: Path) -> Progress:
     """The progress in the file; the state before training where there is none (or none yet)."""
+    known = {name: value for name, value in read_json(path).items() if value is not None}
     try:
-        values = json.loads(path.read_text())
-        return Progress(
-            state=str(values["state"]),
-            step=int(values.get("step") or 0),
-            max_steps=int(values.get("max_steps") or 0),
-            round=int(values.get("round") or 0),
-            loss=_number(values.get("loss")),
-            tokens_per_second=_number(values.get("tokens_per_second")),
-            unit=str(values.get("unit") or "tokens"),
-            message=str(values.get("message") or ""),
-            noun=str(values.get("noun") or ""),
-            can_stop=values.get("can_stop") is not False,
-        )
-    except (OSError, ValueError, OverflowError, TypeError, KeyError, RecursionError):
+        return _PROGRESS.validate_python(known)
+    except ValidationError:
         return Progress()
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
