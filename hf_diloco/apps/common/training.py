@@ -23,7 +23,7 @@ from hf_diloco.apps.common.model_card import Training, write_card
 from hf_diloco.apps.common.process import STOPPED, say
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.report.island import IslandReport, summarise_island
+from hf_diloco.report.island import summarise_island
 from hf_diloco.report.read import load_island
 from hf_diloco.utils.files import SUMMARY_FILE, read_json, try_write_json
 from hf_diloco.utils.threads import outlive_gloo
@@ -197,7 +197,7 @@ def save_final_model(trainer: Trainer, folder: Path) -> Path:
 def record_end(
     run: BaseRun,
     evaluation: Mapping[str, float],
-    more: Callable[[IslandReport], Mapping[str, Any]],
+    more: Mapping[str, Any],
     training: Training,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def record_end(
     The first of them also writes the card of what `save_final_model` wrote, and publishes both where the run asks so.
 
     Args:
-        more: what only runs of this task have, by the island's figures.
+        more: what only runs of this task have.
         training: what the card says that the record does not.
     """
     number = run.meeting.island
@@ -219,8 +219,12 @@ def record_end(
         "bytes_received": figures.bytes_received,
         "seconds": sum(figures.seconds.parts().values()) if figures.seconds else None,
         "seconds_exchanging": figures.seconds.exchanging if figures.seconds else None,
-        **more(figures),
+        **more,
     }
+    if figures.noun == "island":
+        summary["num_tokens"], summary["tokens_per_second"] = figures.num_tokens, figures.tokens_per_second
+        summary["rounds"] = figures.num_rounds
+        summary["seconds_waiting"] = figures.seconds.waiting if figures.seconds else None
     if problem := try_write_json(run.island_folder() / SUMMARY_FILE, summary):
         logger.warning("%s: `hf-diloco report` computes the same from metrics.jsonl", problem)
     if number == 0:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from hf_diloco.apps.lm.runfile import RunFile, SampleBlock
 from hf_diloco.config.base import need_number
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.methods.outer import find_method
-from hf_diloco.report.island import IslandReport
 from hf_diloco.utils.text import counted
 
 if TYPE_CHECKING:
@@ -85,7 +83,11 @@ def _finish(island: Island, progress: Progress) -> None:
             sample = try_sample(model_folder, run.sample, run.seed)
     if not is_leader():
         return
-    more = partial(_more_of_summary, evaluation, sample)
+    more = {
+        "eval_weights": "outer" if "diloco/outer_loss" in evaluation else "inner",
+        "perplexity": math.exp(min(evaluation["eval_loss"], 700.0)),
+        "sample": sample,
+    }
     summary = record_end(run, evaluation, more, describe_training(run), progress)
     progress.update(state="done", message="")
     if not island.speaks:
@@ -188,16 +190,3 @@ def describe_training(run: RunFile) -> Training:
         dataset=dataset if dataset and not Path(dataset).exists() else None,
         task="text-generation" if run.model.objective == "causal" else "fill-mask",
     )
-
-
-def _more_of_summary(evaluation: Mapping[str, float], sample: str | None, figures: IslandReport) -> dict[str, Any]:
-    """What `summary.json` says of a language model."""
-    return {
-        "eval_weights": "outer" if "diloco/outer_loss" in evaluation else "inner",
-        "perplexity": math.exp(min(evaluation["eval_loss"], 700.0)),
-        "num_tokens": figures.num_tokens,
-        "tokens_per_second": figures.tokens_per_second,
-        "rounds": figures.num_rounds,
-        "seconds_waiting": figures.seconds.waiting if figures.seconds else None,
-        "sample": sample,
-    }

@@ -106,7 +106,7 @@ def _finish(node: VisionNode, progress: Progress) -> None:
     weights = "outer" if "gossip/consensus_distance" in evaluation else "inner"
     accuracy, loss = evaluation["eval_accuracy"], evaluation["eval_loss"]
     more = {"eval_accuracy": accuracy, "eval_weights": weights}
-    record_end(run, evaluation, lambda figures: more, describe_training(run), progress)
+    record_end(run, evaluation, more, describe_training(run), progress)
     if node.speaks:
         nodes = node.callback.nodes_in_mean
         what = f"the mean of {len(nodes)} nodes" if weights == "outer" and nodes[1:] else f"node {config.node}"
