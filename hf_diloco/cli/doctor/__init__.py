@@ -118,7 +118,7 @@ def answer(address: str) -> int:
     from hf_diloco.cli.doctor.network import serve
 
     with (
-        open_listener(address.removeprefix("tcp://"), "the other machine") as listener,
+        open_listener(address.removeprefix("tcp://"), "other machines") as listener,
         contextlib.suppress(KeyboardInterrupt),
     ):
         print(f"listening at {address}; there: hf-diloco doctor --peer {address} (Ctrl-C ends it)", flush=True)
