@@ -10,14 +10,15 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
-from hf_diloco.errors import ConfigError, FingerprintError
+from hf_diloco.errors import ConfigError, DiLoCoError, FingerprintError
 from hf_diloco.gossip.checkpoint import lives_of
 from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
@@ -107,11 +108,12 @@ class Beginning:
         if self._node.is_returning:  # the others go on meanwhile: it gives the position in the data, and such
             return self._newest_of_run(mine)
         records = self._node.share("checkpoints", {"held": lives_of(mine)})
-        held = [read_held(record, node) for node, record in enumerate(records)]
-        if self._optimizer.num_vectors == 0:
-            self._resumption = choose_common(held, self._optimizer.name)
-        else:
-            self._resumption = choose_step(held) if self._optimizer.is_in_step else choose_own(held)
+        with self._refusing_together():
+            held = [read_held(record, node) for node, record in enumerate(records)]
+            if self._optimizer.num_vectors == 0:
+                self._resumption = choose_common(held, self._optimizer.name)
+            else:
+                self._resumption = choose_step(held) if self._optimizer.is_in_step else choose_own(held)
         if self._resumption is None:
             return None
         if self._resumption.late:
@@ -226,13 +228,25 @@ class Beginning:
         mine = {"facts": join_facts(facts, self._facts), "step": step, "life": secrets.token_hex(4), **place}
         mine["rates"] = self._base_rates
         records = self._node.share("join", mine)
-        compare_facts([record["facts"] for record in records], "node")
-        _check_folders(records)
-        self._note(records)
+        with self._refusing_together():
+            compare_facts([record["facts"] for record in records], "node")
+            _check_folders(records)
+            self._note(records)
         if self.entry_step is not None:
             self._tell_rates([record for record in records if record["node"] != self._config.node])
         if self.passed:
             _forget_evaluations(state)
+
+    @contextmanager
+    def _refusing_together(self) -> Iterator[None]:
+        """What is wrong in the records of all, each node finds inside: none ends before all have read them, as with
+        node 0 go those who read on."""
+        try:
+            yield
+        except DiLoCoError:
+            with suppress(DiLoCoError):  # another one has ended
+                self._node.share("refused", {})
+            raise
 
     @property
     def _base_rates(self) -> list[float]:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState
 
-from hf_diloco.errors import IslandLostError
+from hf_diloco.errors import FingerprintError, IslandLostError
+from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.records import Record
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.trainer.gossip_start import Beginning
 from hf_diloco.utils.waiting import WaitNotes
 from tests import gossip_meshes
 from tests.clocks import LONG
@@ -97,3 +105,35 @@ def test_who_shows_no_record_is_named(store: KeptStore, caplog: pytest.LogCaptur
 
     run_islands(2, run)
     assert "node 0: waiting for node 1 (" in caplog.text
+
+
+def test_nobody_ends_before_all_have_read_why_they_do_not_train_together(store: KeptStore, tmp_path: Path) -> None:
+    """Else who reads after node 0 has ended finds no rendezvous, instead of the reason."""
+    topology, has_ended = make_topology("ring", 2), threading.Event()
+
+    class Slow(MeshNeighbours):
+        def share(self, topic: str, record: Record) -> list[Record]:
+            if self.node == 1 and topic == "join":
+                self._board.put(f"share/{topic}/1/{self.node}", record)
+                has_ended.wait(SHORT)
+                assert not has_ended.is_set(), "what this one is about to read has gone"
+            return super().share(topic, record)
+
+    def run(number: int) -> str:
+        client = store.client()
+        members = gossip_meshes.members_of(client, number)
+        mesh = Slow(client, topology, number, "127.0.0.1", members, connect_timeout=LONG, exchange_timeout=LONG)
+        node, model = NodeNeighbours(mesh, topology, number, IslandGroup()), torch.nn.Linear(1, 1)
+        optimizer = make_optimizer("dsgd", model.parameters(), node, 0.1)
+        config = GossipConfig(num_nodes=2, node=number, rendezvous=store.url)
+        beginning = Beginning(config, topology, {}, node, optimizer)
+        with pytest.raises(FingerprintError) as caught:
+            beginning.begin(model, TrainerState(max_steps=1), None, tmp_path / str(number), {})
+        if number == 0:
+            has_ended.set()
+        node.close()
+        return str(caught.value)
+
+    first, second = run_islands(2, run)
+    assert first == second
+    assert "do not train the same thing" in first
