@@ -88,10 +88,10 @@ class Swarm:
         self.await_loss(1)
 
     def await_loss(self, num_losses: int) -> None:
-        """Returns when the neighbours know that a node was lost so many times."""
-        lost = f"node {LEAVER} was lost"
+        """Returns when the neighbours know that a node has ended so many times."""
+        ended = f"node {LEAVER} has ended: "
         for node in self.near:
-            wait_until(lambda node=node: self.count(node, lost) == num_losses, f"node {node} notices")  # type: ignore[misc]
+            wait_until(lambda node=node: self.count(node, ended) == num_losses, f"node {node} notices")  # type: ignore[misc]
 
     def await_steps(self) -> None:
         """Returns when all others have taken further steps: nobody keeps them."""

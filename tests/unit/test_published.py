@@ -220,7 +220,7 @@ def test_a_node_that_is_gone_is_reported_once_and_left_out() -> None:
     for _ in range(3):
         assert nodes[0].pull(1)[0] is None
     assert time.monotonic() - begin < AT_ONCE
-    assert nodes[0].take_lost() == {1: "its connection broke"}
+    assert nodes[0].take_lost() == {1: "it has ended"}
     assert nodes[0].take_lost() == {}
     assert nodes[0].lost == {1}
     assert nodes[0].pull(2)[0] is not None, "the others are still there"
@@ -236,7 +236,7 @@ def test_who_asks_nothing_notices_that_a_node_is_gone() -> None:
     while not lost and time.monotonic() < deadline:
         time.sleep(0.01)
         lost = nodes[0].take_lost()
-    assert lost == {1: "its connection broke"}
+    assert lost == {1: "it has ended"}
     nodes[0].close()
 
 

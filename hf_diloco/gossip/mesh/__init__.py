@@ -19,7 +19,7 @@ from hf_diloco.gossip.mesh.edges import Endpoint, edge_peers
 from hf_diloco.gossip.mesh.entry import Entry, FreeEntry
 from hf_diloco.gossip.mesh.exchange import StragglerTimeout, Swapping
 from hf_diloco.gossip.mesh.joining import Joining
-from hf_diloco.gossip.mesh.published import MeshPublished
+from hf_diloco.gossip.mesh.published import ENDED, MeshPublished
 from hf_diloco.gossip.mesh.rejoin import Reception
 from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
 from hf_diloco.gossip.neighbours import Neighbours, Piece
@@ -291,7 +291,8 @@ class MeshNeighbours(Neighbours):
         if self._is_closed:  # it is this one that goes
             return
         self.lost[node] = reason
-        self._news.append(f"node {node} was lost ({reason}): its weight stays with this node until it returns")
+        what = "has ended" if reason == ENDED else f"was lost ({reason})"
+        self._news.append(f"node {node} {what}: its weight stays with this node until it returns")
         if self._published is not None:
             self._published.drop(node)
         with suppress(DiLoCoError):  # a store that is gone is reported where it is needed

@@ -1,6 +1,6 @@
 """What nodes that are processes take from each other: a background thread for each neighbour answers.
 
-asker -> node   1 byte: the last one, please
+asker -> node   1 byte: 1, the last one, please; or 0, this node ends
 node -> asker   int64: its length in bytes, -1 if there is none; then the payload
 
 All of one question goes with the same tag, which is its number.
@@ -26,8 +26,13 @@ from hf_diloco.transport.transfers import Deadline, Transfers
 
 logger = logging.getLogger("hf_diloco")
 
+ENDED = "it has ended"
+"""Why a neighbour that left in order is there no more."""
+
 _NOTHING = -1
+_ASKS, _ENDS = 1, 0
 _JOIN_SECONDS = 5.0
+_GOODBYE_SECONDS = 1.0
 
 
 class MeshPublished(Published):
@@ -95,7 +100,7 @@ class MeshPublished(Published):
         try:
             payload, traffic = self._ask(links, deadline)
         except IslandLostError:
-            self._lose(links, self._say_why(deadline, "answer"))
+            self._lose(links, self._say_why(links, deadline, "answer"))
             payload, traffic = None, Traffic()
         except PayloadError:
             self.drop(node)  # what it sends is not read: nothing more can come over this connection
@@ -122,6 +127,7 @@ class MeshPublished(Published):
         links = list(self._links.values())
         self._links.clear()
         for one in links:
+            one.say_goodbye()
             one.close()
         for one in links:
             if one.thread is not None:
@@ -153,7 +159,7 @@ class MeshPublished(Published):
         edge, length = links.asked, torch.empty(1, dtype=torch.int64)
         transfers = edge.begin()
         try:
-            edge.send(torch.ones(1, dtype=torch.uint8), transfers, with_checksum=False)
+            edge.send(torch.tensor([_ASKS], dtype=torch.uint8), transfers, with_checksum=False)
             edge.receive(length, transfers, with_checksum=False)
             edge.wait(transfers, deadline)  # what that moved is protocol, not payload
             num_bytes = int(length)
@@ -174,13 +180,16 @@ class MeshPublished(Published):
                 transfers = edge.begin()
                 edge.receive(request, transfers, with_checksum=False)
                 edge.wait_for_ever(transfers)
+                if int(request) == _ENDS:
+                    links.has_ended = True
+                    break
                 deadline = Deadline(self._timeout)
                 self._answer(edge, deadline)
                 deadline = None
         except (RuntimeError, ExchangeError) as error:
             # A record that held the error would hold the sockets.
             logger.info("node %d serves node %d no more: %s", self.node, links.peer, str(error))
-        self._ended.put((links, self._say_why(deadline, "take what it asked for")))
+        self._ended.put((links, self._say_why(links, deadline, "take what it asked for")))
 
     def _answer(self, edge: Edge, deadline: Deadline) -> None:
         transfers = Transfers()
@@ -195,24 +204,38 @@ class MeshPublished(Published):
                 transfers.drop()
         self._versioned.count(max(0, num_bytes))
 
-    def _say_why(self, deadline: Deadline | None, what: str) -> str:
+    def _say_why(self, links: _Links, deadline: Deadline | None, what: str) -> str:
         if deadline is not None and deadline.is_over:
             return f"it did not {what} within {self._timeout:g} s"
-        return "its connection broke"
+        if links.thread is not None and links.thread is not threading.current_thread():
+            links.thread.join(_GOODBYE_SECONDS)  # which hears a goodbye; the same end broke both connections
+        return ENDED if links.has_ended else "its connection broke"
 
 
 @dataclass(eq=False)
 class _Links:
-    """The connections to a neighbour, and the thread that answers it."""
+    """The connections to a neighbour, the thread that answers it, and whether it has said that it ends."""
 
     asked: Edge
     answered: Edge
     thread: threading.Thread | None = None
+    has_ended: bool = False
 
     @property
     def peer(self) -> int:
         """The neighbour."""
         return self.asked.peer
+
+    def say_goodbye(self) -> None:
+        """Tells the neighbour that this node ends, if it can be told at once."""
+        transfers = self.asked.begin()
+        try:
+            self.asked.send(torch.tensor([_ENDS], dtype=torch.uint8), transfers, with_checksum=False)
+            self.asked.wait(transfers, Deadline(_GOODBYE_SECONDS))
+        except (RuntimeError, ExchangeError):
+            pass
+        finally:
+            transfers.drop()
 
     def close(self) -> None:
         """Closes the sockets at once, which wakes both nodes; may be called more than once."""
