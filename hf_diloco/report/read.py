@@ -239,7 +239,9 @@ def _key(record: AnyRecord) -> tuple[str, int]:
         return record.event, record.round
     if isinstance(record, Neighbour | Refused):  # each tells of others
         return str(record), record.step
-    return (f"{record.event} {record.weights}" if isinstance(record, Eval) else record.event), record.step
+    if isinstance(record, Eval):
+        return f"{record.event} {record.weights} {record.name}", record.step
+    return record.event, record.step
 
 
 def _complete(earlier: AnyRecord, later: AnyRecord) -> AnyRecord:

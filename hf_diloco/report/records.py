@@ -8,15 +8,18 @@ Times are seconds, traffic is bytes, both island totals.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 # The upper limits keep every sum and product of such values finite; no real run comes near them.
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
 NumIslands = Annotated[int, Field(ge=0, le=2**16)]  # each that has no record is named
 Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+_OF_NAMED = re.compile(r"eval_.+_runtime")
 Loss = Annotated[float | None, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
@@ -79,13 +82,29 @@ class Train(Record):
 
 
 class Eval(Record):
-    """An evaluation, of the outer weights when it was taken on a synchronisation boundary."""
+    """An evaluation, of the outer weights when it was taken on a synchronisation boundary.
+
+    Attributes:
+        name: which of several data sets it is of, whose loss is `named_loss`; empty: there is one, with `eval_loss`.
+    """
 
     event: Literal["eval"]
     eval_loss: Loss = None
+    name: str = ""
+    named_loss: Loss = None
     eval_accuracy: float | None = None
     consensus_distance: float | None = None
     weights: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_name(cls, values: Any) -> Any:
+        """The Trainer logs eval_NAME_loss and eval_NAME_runtime, which tells NAME from the name of a metric."""
+        if not isinstance(values, Mapping) or "eval_loss" in values:
+            return values
+        names = [key[len("eval_") : -len("_runtime")] for key in values if _OF_NAMED.fullmatch(key)]
+        name = next((name for name in names if f"eval_{name}_loss" in values), None)
+        return values if name is None else {**values, "name": name, "named_loss": values[f"eval_{name}_loss"]}
 
 
 class Sync(Record):

@@ -77,7 +77,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
         accuracy, loss = report.eval_accuracy, text.loss(report.eval_loss)
         rows = [
             *([] if accuracy is None else [("accuracy", f"{text.share(accuracy)}{of_what}")]),
-            ("evaluation loss", loss if accuracy is not None else f"{loss}{of_what}"),
+            *_losses(report, loss if accuracy is not None else f"{loss}{of_what}"),
             ("images/s", text.rate(report.images_per_second)),
             ("bytes exchanged", _traffic(report, "steps")),
             ("data parallel", _per_step(report)),
@@ -88,7 +88,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
     else:
         every, payload = _every(report), f", {report.payload} payload" if report.payload else ""
         rows = [
-            ("evaluation loss", _evaluation(report)),
+            *_losses(report, _evaluation(report)),
             ("perplexity", text.perplexity(report.perplexity)),
             ("tokens/s", _throughput(report)),
             ("bytes exchanged", _traffic(report, "rounds")),
@@ -98,6 +98,12 @@ def overview(report: Report) -> list[tuple[str, str]]:
             ("outer parameters", _hashes(report)),
         ]
     return [*rows, ("model", report.model)] if report.model else rows
+
+
+def _losses(report: Report, loss: str) -> list[tuple[str, str]]:
+    """The evaluation loss, or, where several data sets were evaluated, that of each."""
+    named = [(f"evaluation loss, {name}", text.loss(value)) for name, value in report.named_losses.items()]
+    return named if named and report.eval_loss is None else [("evaluation loss", loss), *named]
 
 
 def _evaluation(report: Report) -> str:

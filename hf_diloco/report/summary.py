@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from hf_diloco.report.island import NO_START, Figures, IslandReport, TimeSplit, summarise_island, total
 from hf_diloco.report.progress import AT_THE_END
 from hf_diloco.report.read import IslandRun, Run
-from hf_diloco.report.records import Neighbour, Refused, Sync
+from hf_diloco.report.records import Eval, Neighbour, Refused, Sync
 from hf_diloco.utils.text import counted, name_all, plural
 
 _SETTINGS = {
@@ -59,11 +59,14 @@ class Report(Figures):
         traffic_ratio: bytes_per_step_sync / bytes_sent.
         mismatched_rounds: rounds after which the islands' outer parameters differed; empty in a sound run.
         num_rounds_compared: rounds of which at least two islands' hashes are here.
+        named_losses: where several data sets were evaluated, the outer weights' loss on each, the last time: the mean
+            over the islands that evaluated it there.
         method, topology: of nodes that average with their neighbours; None where islands have rounds.
     """
 
     name: str
     covers: tuple[int, ...]
+    named_losses: dict[str, float]
     missing_islands: tuple[int, ...]
     num_parameters: int | None
     sync_every: int | None
@@ -119,6 +122,7 @@ def summarise(run: Run, is_live: bool = False) -> Report:
         **start.model_dump(include=_SETTINGS),
         **means,
         **sums,
+        named_losses=_named_losses(run),
         num_fragments=start.num_fragments or 1,
         steps=max((i.steps for i in islands if i.steps is not None), default=None),
         num_rounds=max((r.round for r in rounds), default=0),
@@ -175,6 +179,15 @@ def _round(number: int, by_island: dict[int, Sync]) -> RoundReport:
         outer_hash=hashes[0] if hashes else None,
         hashes_equal=len(set(hashes)) == 1 if len(hashes) > 1 else None,
     )
+
+
+def _named_losses(run: Run) -> dict[str, float]:
+    at_steps: dict[str, dict[int, list[float]]] = {}
+    for record in (record for island in run.islands for record in island.of(Eval)):
+        if record.named_loss is not None and record.weights == "outer":
+            at_steps.setdefault(record.name, {}).setdefault(record.step, []).append(record.named_loss)
+    last = {name: losses[max(losses)] for name, losses in at_steps.items()}
+    return {name: sum(losses) / len(losses) for name, losses in last.items()}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -97,13 +97,39 @@ def check_gossip_arguments(
         )
 
 
+def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer: Trainer | None) -> bool | str:
+    """Whether metrics are weighed by the number of examples; of several data sets their names, in the Trainer's order.
+
+    Raises:
+        ConfigError: the numbers are not of the Trainer's data sets.
+    """
+    if num_eval_examples is None:
+        return False
+    evaluated = trainer.eval_dataset if trainer is not None else None
+    names = list(evaluated) if isinstance(evaluated, dict) else None
+    given = sorted(num_eval_examples) if isinstance(num_eval_examples, Mapping) else None
+    if evaluated is not None and given != (names and sorted(names)):
+        what = f"a number for each of {', '.join(names)}, by name" if names else "one number, of the one data set"
+        raise ConfigError(f"num_eval_examples={num_eval_examples!r}: give {what} that the Trainer evaluates")
+    return ", ".join(names) if names else True
+
+
+def eval_size(num_eval_examples: int | Mapping[str, int], name: str | None) -> int:
+    """The examples of the data set that was evaluated; `name` as `name_evaluated` gives it."""
+    if not isinstance(num_eval_examples, Mapping):
+        return num_eval_examples
+    if (known := (name or "").removesuffix("_")) in num_eval_examples:
+        return num_eval_examples[known]
+    raise ConfigError(f"num_eval_examples={num_eval_examples!r} does not say how large {known!r} is: add it")
+
+
 def gossip_facts(
     payload: str,
     evaluates_with_others: bool,
     args: TrainingArguments,
     state: TrainerState,
     loader: Any,
-    has_num_eval_examples: bool = False,
+    weighed: bool | str = False,
 ) -> Facts:
     """What must be equal on all nodes, as they do it together, by the name that an error message gives it.
 
@@ -113,9 +139,9 @@ def gossip_facts(
         args: of the Trainer.
         state: the Trainer's.
         loader: of the training data.
-        has_num_eval_examples: metrics are weighed by them.
+        weighed: see `check_eval_sizes`.
     """
-    facts: dict[str, str | bool] = {"num_eval_examples is given": has_num_eval_examples}
+    facts: dict[str, str | bool] = {"num_eval_examples is given": weighed}
     if payload != "fp32":  # all rekey at the same steps
         facts["when checkpoints are saved"] = f"{args.save_strategy}, every {state.save_steps} steps"
     if evaluates_with_others:

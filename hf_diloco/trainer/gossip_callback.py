@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +30,10 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.trainer.arguments import (
+    check_eval_sizes,
     check_gossip_arguments,
     decayed_groups,
+    eval_size,
     examples_per_step,
     floats,
     folder_of,
@@ -70,7 +72,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         fingerprint: further facts that must be equal on all nodes.
         stop_file: a file whose existence asks for a clean end, as `stop` does.
         num_eval_examples: of this node, where nodes evaluate different examples: metrics are then their weighted mean
-            over all nodes, with the same weights for each of several data sets.
+            over all nodes. Of several data sets by name, as `{"books": 120, "web": 900}`.
         evaluates_at_end: has the Trainer evaluate after the last step, whatever `eval_strategy` is.
         node: this node's neighbours, where they have met already.
         **settings: `GossipConfig` fields, instead of `config`.
@@ -91,7 +93,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         *,
         fingerprint: Facts | None = None,
         stop_file: str | Path | None = None,
-        num_eval_examples: int | None = None,
+        num_eval_examples: int | Mapping[str, int] | None = None,
         evaluates_at_end: bool = False,
         node: NodeNeighbours | None = None,
         **settings: Any,
@@ -229,9 +231,9 @@ class GossipCallback(RunCallback[NodeRecord]):
         node.rekey()
         if state.global_step:
             check_index(find_resumed(args, state.global_step), self._index(state))
-        has_number, loader = self._num_eval_examples is not None, kwargs["train_dataloader"]
-        with_others = self.config.eval_weights == "average" or has_number
-        facts = gossip_facts(self.config.payload, with_others, args, state, loader, has_number)
+        loader, weighed = kwargs["train_dataloader"], check_eval_sizes(self._num_eval_examples, trainer)
+        with_others = self.config.eval_weights == "average" or bool(weighed)
+        facts = gossip_facts(self.config.payload, with_others, args, state, loader, weighed)
         is_back = node.is_returning
         news = self._beginning.begin(model, state, kwargs["lr_scheduler"], folder_of(args), facts)
         node.current_step = state.global_step
@@ -341,7 +343,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             return {}
         numbers = floats(logs)
         names = sorted(name for name in numbers if name.startswith("eval_") and not name.endswith(_NOT_AVERAGED))
-        weight = float(self._num_eval_examples)
+        weight = float(eval_size(self._num_eval_examples, name_evaluated(logs)))
         sums = torch.tensor([*(numbers[name] * weight for name in names), weight])
         try:
             if self._need_view().has_failed:  # an average that comes later may be that of the next evaluation

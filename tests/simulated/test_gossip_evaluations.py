@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from hf_diloco import GossipCallback
 from hf_diloco.config.base import ENV_FOLDER
-from hf_diloco.errors import FingerprintError, RendezvousError
+from hf_diloco.errors import ConfigError, FingerprintError, RendezvousError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
@@ -58,7 +59,7 @@ def trainer_of(
 def train_nodes(
     folder_of: Callable[[int], Path],
     evaluation_of: Callable[[int], Any],
-    sizes: Sequence[int | None] = (None,) * NUM_NODES,
+    sizes: Sequence[int | dict[str, int] | None] = (None,) * NUM_NODES,
     when: dict[str, Any] | None = None,
     kind: type[Trainer] = Trainer,
     other: TrainerCallback | None = None,
@@ -112,10 +113,19 @@ def test_the_launcher_of_a_script_shows_a_node(tmp_path: Path, monkeypatch: pyte
 
 
 def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_path: Path) -> None:
-    def both(number: int) -> dict[str, Any]:
-        return {name: data(low + number, SIZES[number]) for name, low in (("a", 0.0), ("b", 5.0))}
+    sizes = [{"a": size, "b": 16 - size} for size in SIZES]
 
-    trainers = train_nodes(lambda number: tmp_path / str(number), both, sizes=SIZES)
+    def part(name: str, number: int) -> list[dict[str, torch.Tensor]]:
+        return data({"a": 0.0, "b": 5.0}[name] + number, sizes[number][name])
+
+    def both(number: int) -> dict[str, Any]:
+        return {name: part(name, number) for name in "ab"}
+
+    trainers = train_nodes(lambda number: tmp_path / str(number), both, sizes=sizes)
+    of_b = [one["b"] for one in sizes]
+    train_nodes(lambda number: tmp_path / "b" / str(number), lambda number: part("b", number), sizes=of_b)
+    alone = [event["eval_loss"] for event in events(tmp_path / "b" / "0", "eval")]
+    assert [event["eval_b_loss"] for event in events(tmp_path / "0", "eval")[1::2]] == alone
     first, *others = (events(tmp_path / str(number), "eval") for number in range(NUM_NODES))
     assert [event["step"] for event in first] == [2, 2, 4, 4]
     for place, name in enumerate("abab"):
@@ -124,6 +134,23 @@ def test_each_of_several_data_sets_is_evaluated_with_the_mean_and_recorded(tmp_p
             assert other[place][f"eval_{name}_loss"] == first[place][f"eval_{name}_loss"], "of all nodes' examples"
     logged = [entry["gossip/consensus_distance"] for entry in trainers[0].state.log_history if "eval_b_loss" in entry]
     assert logged == [event["consensus_distance"] for event in first[1::2]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (8, "give a number for each of a, b, by name"),
+        ({"a": 8}, "give a number for each of a, b, by name"),
+        ({"b": 8, "a": 8}, None),
+    ],
+)
+def test_the_size_of_each_data_set_must_be_given(
+    sizes: int | dict[str, int], message: str | None, tmp_path: Path
+) -> None:
+    callback = GossipCallback(method="dsgd", num_nodes=1, num_eval_examples=sizes)
+    trainer = trainer_of(tmp_path, callback, Linear(), 0.0, {"a": data(0.0), "b": data(0.0)}, eval_on_start=True)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        trainer.train()
 
 
 def test_statistics_that_are_not_finite_or_of_before_a_node_was_lost_are_no_part_of_the_mean() -> None:

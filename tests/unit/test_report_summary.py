@@ -209,6 +209,20 @@ def test_an_unknown_part_makes_the_sum_unknown(tmp_path: Path) -> None:
     assert report.traffic_ratio is None
 
 
+def test_each_of_several_data_sets_has_its_last_loss(tmp_path: Path) -> None:
+    def evaluated(step: int, name: str, loss: float) -> dict[str, Any]:
+        seconds = {f"eval_{name}_runtime": 0.1}
+        return {"event": "eval", "step": step, "weights": "outer", f"eval_{name}_loss": loss, **seconds}
+
+    first, second = whole_record(0)[:-1], whole_record(1)[:-1]
+    first += [evaluated(2, "a", 9.0), evaluated(4, "a", 2.0), evaluated(4, "b", 5.0)]
+    second += [evaluated(2, "a", 9.0), evaluated(4, "a", 4.0), evaluated(4, "b", 7.0)]
+    report = report_of(tmp_path, first, second)
+    assert report.named_losses == {"a": 3.0, "b": 6.0}
+    losses = [row for row in rows.overview(report) if "loss" in row[0]]
+    assert losses == [("evaluation loss, a", "3.0000"), ("evaluation loss, b", "6.0000")]
+
+
 def test_evaluations_that_differ_are_averaged(tmp_path: Path) -> None:
     first, second = whole_record(0), whole_record(1)
     first[-1] = evaluation(4, 2.0)
