@@ -11,7 +11,8 @@ Then all are started again. After the last start they train to the end. The exit
 
 - a node ended otherwise than by a kill, with exit code 0, 3 (it was asked to stop) or 1 (it was stopped for longer
   than `exchange_timeout`, and says that it is to be started again alone); or any of the last start not with 0;
-- a node that was started with all others does not go on from the newest step that a majority held, or any if none;
+- a node that was started with all others does not go on from the newest step that a majority held, or any if none
+  (of swarm-sgd, whose nodes are not in step: from its own newest, or without any from the largest);
 - a node that was started alone begins before a step that all others have behind them, or a step counter goes back;
 - a loss is no number, the nodes' relative distance from their mean passes 0.5, or the last evaluation is not of the
   mean of all nodes.
@@ -39,7 +40,7 @@ import yaml
 from benchmarks.chaos import STUCK_SECONDS, Event, Island, leave_in_order
 from hf_diloco.cli.devices import free_ports
 from hf_diloco.gossip.checkpoint import lives_of, whole_checkpoints
-from hf_diloco.gossip.resumption import Held, choose_step
+from hf_diloco.gossip.resumption import Held, Resumption, choose_own, choose_step
 
 NUM_NODES = 4
 EXCHANGE_TIMEOUT = 12.0
@@ -108,8 +109,12 @@ class Node(Island):
         begun = self.lives[-1].begun
         return max((event["step"] for event in self.events("train") if event["time"] > begun), default=0)
 
+    def num_losses(self, number: int) -> int:
+        """How often its record says that a neighbour was lost."""
+        return sum(event["news"].startswith(f"node {number} was lost") for event in self.events("neighbour"))
+
     def ask_to_stop(self) -> None:
-        """SIGTERM: all nodes end after the same step, with checkpoints."""
+        """SIGTERM: all nodes end after the same step, with checkpoints; of swarm-sgd this one."""
         assert self._launcher is not None
         self._launcher.send_signal(signal.SIGTERM)
 
@@ -127,6 +132,7 @@ class Graph:
         self.problems: list[str] = []
         self.nodes: list[Node] = []
         self.folder = folder
+        self.is_in_step = run["gossip"]["method"] != "swarm-sgd"
         self._file = folder / "chaos.yaml"
         self._file.write_text(yaml.safe_dump(run))
         write_idx(folder / "data")
@@ -141,15 +147,17 @@ class Graph:
         """Step and life of each node's whole checkpoints."""
         return [lives_of(whole_checkpoints(self.folder / "chaos" / f"island-{n}")) for n in range(NUM_NODES)]
 
+    def resumption(self) -> Resumption | None:
+        """What all would go on from now."""
+        return (choose_step if self.is_in_step else choose_own)(self.held())
+
     def newest(self, node: int) -> int:
         """The step of a node's newest whole checkpoint."""
         return max((step for step, _ in self.held()[node]), default=0)
 
     def start(self, *overrides: str) -> None:
         """Starts all, waits until all take steps, and checks from where they do."""
-        held = self.held()
-        chosen = choose_step(held)
-        expected = chosen.step if chosen else 0
+        held, chosen = self.held(), self.resumption()
         self.say(f"all are started; they hold {held}")
         url = f"tcp://127.0.0.1:{free_ports(1)[0]}"
         self.nodes = [Node(number, self._file, url, *overrides) for number in range(NUM_NODES)]
@@ -159,7 +167,9 @@ class Graph:
         self.counts["starts of all nodes"] += 1
         self.counts["of these with nodes that lacked the checkpoint"] += bool(chosen and chosen.late)
         for node in self.nodes:
-            begun = self._begin(node)["step"]
+            begun, expected = self._begin(node)["step"], chosen.step if chosen else 0
+            if not self.is_in_step and held[node.number]:
+                expected = max(held[node.number])[0]
             if begun != expected:
                 self.problems.append(f"node {node.number} went on from step {begun}, not {expected}, of {held}")
 
@@ -226,9 +236,10 @@ class Graph:
         node.may_fail = True
         node.stop()
         begun = time.monotonic()
-        ahead = max(one.steps for one in self.nodes) + NUM_NODES  # farther than its edges let them
-        others = [one for one in self.nodes if one is not node]
-        self.wait_until("others go on", lambda: min(one.steps for one in others) > ahead)
+        known = {
+            near: near.num_losses(number) for near in (self.nodes[number - 1], self.nodes[(number + 1) % NUM_NODES])
+        }
+        self.wait_until("a loss", lambda: all(near.num_losses(number) > before for near, before in known.items()))
         self.say(f"node {number} was given up within {time.monotonic() - begun:.0f} s")
         node.go_on()
         self.counts["stops longer than exchange_timeout"] += 1
@@ -316,7 +327,8 @@ def torment(graph: Graph, restarts: int, faults: int, rng: random.Random) -> Non
             graph.kill(others)
         else:
             graph.say("the others are asked to stop")
-            graph.nodes[rng.choice(others)].ask_to_stop()
+            for number in [rng.choice(others)] if graph.is_in_step else others:
+                graph.nodes[number].ask_to_stop()
             graph.end(expected=3)
     finish(graph)
 
@@ -339,7 +351,7 @@ def harm_one(graph: Graph, rng: random.Random) -> None:
 
 def finish(graph: Graph) -> None:
     """Starts all nodes for the last time; they end after some more steps."""
-    chosen = choose_step(graph.held())
+    chosen = graph.resumption()
     graph.start(f"training.max_steps={(chosen.step if chosen else 0) + LAST_STEPS}")
     graph.end(expected=0)
 
