@@ -32,34 +32,28 @@ class CommonEnd:
     """When nodes end that were asked to: all after the same step, so that their checkpoints belong together.
 
     Nodes that wait for their neighbours are never farther apart than the graph's diameter, but each hears of a wish at
-    another step. So with each exchange goes one value, which is 0 until somebody wishes to end. It is raised only at
-    the first step of a window, which has as many steps as there are nodes, or more on some graphs that change;
-    averaging carries it to all nodes within the window; and all end with it.
+    another step. So with each exchange goes one value, which is 0 until somebody wishes to end. It is raised only in
+    the first exchange of a window, which has as many as there are nodes, or more on some graphs that change; averaging
+    carries it to all nodes within the window; and all end with it.
 
     Args:
         topology: over which the wish spreads.
+        steps_each: optimizer steps from one exchange to the next.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        num_nodes = topology.num_nodes
-        if topology.period is None:  # nothing is certain: a wish misses a node once in many thousand
-            self.window = 4 * num_nodes + 16
-        else:
-            self.window = max(num_nodes, topology.steps_to_all())
+    def __init__(self, topology: Topology, steps_each: int = 1) -> None:
+        self.window = max(topology.num_nodes, topology.steps_to_all())
+        self._steps_each = steps_each
         self._is_wished = False
         self._is_known = False
-
-    def begin(self) -> None:
-        """A training begins: what ended the one before is over."""
-        self._is_wished = self._is_known = False
 
     def wish(self) -> None:
         """This node was asked to end."""
         self._is_wished = True
 
-    def value(self, step: int) -> float:
-        """What goes with the exchange of a step, from 0: 1 if the end is near, else 0."""
-        if self._is_wished and step % self.window == 0:
+    def value(self, number: int) -> float:
+        """What goes with an exchange, from 0: 1 if the end is near, else 0."""
+        if self._is_wished and number % self.window == 0:
             self._is_known = True
         return float(self._is_known)
 
@@ -69,7 +63,7 @@ class CommonEnd:
 
     def has_come(self, num_steps: int) -> bool:
         """Whether all nodes end now, having taken so many steps."""
-        return self._is_known and num_steps % self.window == 0
+        return self._is_known and num_steps % (self.window * self._steps_each) == 0
 
 
 @dataclass(frozen=True)

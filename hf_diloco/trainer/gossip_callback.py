@@ -24,7 +24,7 @@ from hf_diloco.gossip.checkpoint import (
     sound_checkpoints,
 )
 from hf_diloco.gossip.config import GossipConfig
-from hf_diloco.gossip.node import NodeNeighbours
+from hf_diloco.gossip.node import CommonEnd, NodeNeighbours
 from hf_diloco.gossip.open import open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
@@ -225,7 +225,7 @@ class GossipCallback(RunCallback[NodeRecord]):
                 "optimizers=(callback.make_optimizer(model, args), None)"
             )
         model, node = kwargs["model"], self.node
-        node.end.begin()
+        node.end = CommonEnd(*optimizer.exchanges)
         if not (optimizer.is_in_step and optimizer.num_vectors):  # a wish to end need not spread step by step
             node.end.window = 1
         node.rekey()

@@ -27,7 +27,7 @@ from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.node import CommonEnd, NodeNeighbours
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.methods.gossip import METHODS
+from hf_diloco.methods.gossip import METHODS, make_optimizer
 from hf_diloco.methods.topology import Topology, from_weights, make_topology
 from hf_diloco.report import load_run, summarise, write_html
 from hf_diloco.report.rows import overview
@@ -56,7 +56,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> VisionRun:
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 11)), min_size=1, max_size=3),
 )
 def test_all_nodes_end_after_the_same_step(name: str, num_nodes: int, wishes: list[tuple[int, int]]) -> None:
-    steps = last_steps(make_topology(name, num_nodes), wishes)
+    steps = last_steps(make_topology(name, num_nodes), 1, wishes)
     assert len(steps) == 1
     first = min(when for when, _ in wishes)
     assert first <= steps.pop() <= first + 2 * num_nodes
@@ -68,21 +68,33 @@ def test_all_nodes_end_after_the_same_step_on_a_graph_of_their_own(who: int) -> 
     weights = np.stack([np.eye(4)] * 3)
     for step, (one, other) in enumerate([(2, 3), (1, 2), (0, 1)]):
         weights[step][np.ix_([one, other], [one, other])] = 0.5
-    assert len(last_steps(from_weights(weights), [(0, who)])) == 1
+    assert len(last_steps(from_weights(weights), 1, [(0, who)])) == 1
 
 
-def last_steps(topology: Topology, wishes: list[tuple[int, int]]) -> set[int]:
+@pytest.mark.parametrize(("name", "num_nodes", "local_steps"), [("ring", 4, 2), ("star", 6, 1), ("full", 4, 3)])
+def test_nodes_whose_pairs_are_drawn_end_after_the_same_step(name: str, num_nodes: int, local_steps: int) -> None:
+    """They meet fewer others, and less often, than the graph has it."""
+    node, parameter = MemoryGraph(make_topology(name, num_nodes)).node(0), torch.nn.Parameter(torch.zeros(1))
+    optimizer = make_optimizer("swarm-sgd", [parameter], node, 0.1, blocking=True, local_steps=local_steps)
+    for when in range(0, 200, 7):
+        (last,) = last_steps(*optimizer.exchanges, [(when, when % num_nodes)])
+        assert last >= when
+
+
+def last_steps(topology: Topology, steps_each: int, wishes: list[tuple[int, int]]) -> set[int]:
     """The steps with which the first nodes end, and the others at the same moment, if they do."""
     num_nodes = topology.num_nodes
-    ends = [CommonEnd(topology) for _ in range(num_nodes)]
-    for step in range(200):
+    ends = [CommonEnd(topology, steps_each) for _ in range(num_nodes)]
+    for step in range(2000):
         for when, who in wishes:
             if when == step:
                 ends[who % num_nodes].wish()
-        values = torch.tensor([end.value(step) for end in ends], dtype=torch.float64)
-        mixed = torch.from_numpy(topology.weights(step).copy()) @ values
-        for end, value in zip(ends, mixed, strict=True):
-            end.note(value)
+        number, rest = divmod(step, steps_each)
+        if rest == steps_each - 1:
+            values = torch.tensor([end.value(number) for end in ends], dtype=torch.float64)
+            mixed = torch.from_numpy(topology.weights(number).copy()) @ values
+            for end, value in zip(ends, mixed, strict=True):
+                end.note(value)
         have_come = [end.has_come(step + 1) for end in ends]
         if any(have_come):
             return {step if has_come else -1 for has_come in have_come}

@@ -119,6 +119,11 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         """
         return None
 
+    @property
+    def exchanges(self) -> tuple[Topology, int]:
+        """With whom nodes that are in step exchange, and every how many steps."""
+        return self.neighbours.topology, 1
+
     @cached_property
     def received(self) -> torch.Tensor:
         """A buffer of d values for what comes from the neighbours; made when a method first needs it."""

@@ -123,6 +123,10 @@ class SwarmSGD(MomentumOptimizer):
                 "{blocking: true}, or remove slowmo"
             )
 
+    @property
+    def exchanges(self) -> tuple[Topology, int]:
+        return self._matching, self.local_steps
+
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         if not self._has_published:
             self._publish(x)
