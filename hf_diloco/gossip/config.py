@@ -168,6 +168,13 @@ class GossipConfig(StrictModel):
             )
         return value
 
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, Option]) -> dict[str, Option]:
+        if "weight_decay" in options:
+            raise ValueError("weight_decay has no effect here: set it in TrainingArguments (training.weight_decay)")
+        return options
+
     @field_validator("rendezvous")
     @classmethod
     def _check_rendezvous(cls, url: str | None) -> str | None:

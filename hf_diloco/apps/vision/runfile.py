@@ -254,7 +254,9 @@ class VisionRun(BaseRun):
             )
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> VisionRun:
+    def _check_optimizer_and_schedule(self) -> VisionRun:
+        if "optim" in self.training:
+            raise ValueError("training.optim has no effect: nodes step with gossip.method; leave it out")
         kind = self.training.get("lr_scheduler_type")
         if self.schedule.drop_at and kind is not None:
             raise ValueError(
