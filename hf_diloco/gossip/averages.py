@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import xxhash
 
 from hf_diloco.codecs.compiled import Array, compiled_with_fma, is_compiled_for
 from hf_diloco.transport.base import BLOCK_VALUES, Traffic
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 Vectors = Sequence[torch.Tensor]
 
+
+_LEAST_VARIANCE = 1e-4
+"""Of numbers that are whole, but not all equal, it is at least 1/n - 1/n²: above 9e-4 with 1,024 nodes."""
 
 _ROW_VALUES = 2048
 """Values that go from one neighbour's turn to the next in the processor's nearest cache."""
@@ -109,6 +113,19 @@ def mean_of_holders(
     if not share:
         return None, traffic
     return list(joint[:-1].div_(share).split([vector.numel() for vector in vectors])), traffic
+
+
+def are_equal(neighbours: Neighbours, text: str) -> bool:
+    """Whether all nodes give the same text; the same answer on all. Collective over all nodes.
+
+    Raises:
+        IslandLostError: a node did not come in time.
+    """
+    digits = torch.tensor([float(int(digit, 16)) for digit in xxhash.xxh32_hexdigest(text.encode())])
+    joint = torch.cat([digits, digits.square()])  # so small that their sums are exact in fp32
+    neighbours.average(joint)
+    mean, mean_of_squares = joint.chunk(2)
+    return bool((mean_of_squares - mean.square()).max() < _LEAST_VARIANCE)
 
 
 def blocks(vector: torch.Tensor) -> list[slice]:

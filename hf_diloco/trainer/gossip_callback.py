@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from hf_diloco.config.base import choose_config
 from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
+from hf_diloco.gossip.averages import are_equal
 from hf_diloco.gossip.checkpoint import (
     RECORD,
     GossipIndex,
@@ -348,6 +349,9 @@ class GossipCallback(RunCallback[NodeRecord]):
         try:
             if self._need_view().has_failed:  # an average that comes later may be that of the next evaluation
                 raise IslandLostError("nor is there one of their weights")
+            if not are_equal(self.node, "\n".join(names)):
+                logger.warning("nodes measure different things: this one's %s are of its own data", ", ".join(names))
+                return {}
             self.node.average(sums)
         except IslandLostError as error:
             logger.warning("no mean of the nodes' metrics (%s): they are of this node's part of the data", error)

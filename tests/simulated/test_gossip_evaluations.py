@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from hf_diloco import GossipCallback
 from hf_diloco.config.base import ENV_FOLDER
@@ -151,6 +152,24 @@ def test_the_size_of_each_data_set_must_be_given(
     trainer = trainer_of(tmp_path, callback, Linear(), 0.0, {"a": data(0.0), "b": data(0.0)}, eval_on_start=True)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         trainer.train()
+
+
+class MeasuresItsOwn(Trainer):
+    """As one whose metrics are of the classes that its examples have."""
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        output = super().evaluation_loop(*args, **kwargs)
+        number = int(Path(str(self.args.output_dir)).name)
+        assert output.metrics is not None
+        output.metrics.update({f"eval_class_{number}": float(number)} if number else {})
+        return output
+
+
+def test_metrics_that_not_all_nodes_have_are_each_nodes_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train_nodes(lambda number: tmp_path / str(number), lambda _: data(0.0), sizes=SIZES, kind=MeasuresItsOwn)
+    for number in range(1, NUM_NODES):
+        assert [event[f"eval_class_{number}"] for event in events(tmp_path / str(number), "eval")] == [number] * 2
+    assert "nodes measure different things: this one's eval_loss are of its own data" in caplog.text
 
 
 def test_statistics_that_are_not_finite_or_of_before_a_node_was_lost_are_no_part_of_the_mean() -> None:
