@@ -23,6 +23,7 @@ from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.round import Contribution
+from hf_diloco.utils.text import counted
 
 logger = logging.getLogger("hf_diloco")
 
@@ -217,9 +218,27 @@ class BaseSession(ABC):
         elif self._overlaps:
             if self.outer.is_due and not self._has_begun_all:
                 self._background.take_off()
-        elif self.outer.is_due or is_last:  # steps of missed rounds may be left, and end before a round is due
-            self._reports.append(self.sync())
+        elif (self.outer.is_due or is_last) and not self.is_over:
+            self._reports.append(self.sync())  # after the last step: those of missed rounds may be left
         return self._take_reports()
+
+    def conclude(self) -> None:
+        """Ends a loop that has taken its last step: where the run is over, the masters take its outer parameters.
+
+        Says so, or that they hold this island's own weights.
+        """
+        steps, outer = self.outer.steps, self.outer
+        if outer.on_boundary:
+            return
+        if self.is_over:
+            outer.write_masters()
+            text = "the run ended with round %d, without the loop's last %s: the model holds the run's result"
+            logger.warning(text, outer.round, counted(steps, "step"))
+        else:
+            logger.warning(
+                "the loop ended %s after the last synchronisation: the model holds this island's own weights",
+                counted(steps, "step"),
+            )
 
     @property
     def _has_begun_all(self) -> bool:

@@ -32,7 +32,6 @@ from hf_diloco.trainer.refusals import refuse
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.views import HasOuterWeights
 from hf_diloco.trainer.write_failures import save_accelerator
-from hf_diloco.utils.text import counted
 
 logger = logging.getLogger("hf_diloco")
 
@@ -163,6 +162,9 @@ class OuterLoop(HasOuterWeights):
         if session.island.is_leader:
             self._show_progress()
         self._record.start(self.global_step, session, shards, None, None, resumed=self._resume_from is not None)
+        if session.is_over and self.global_step != self._num_steps:
+            text = "the run at %s ended with round %d: for another one give another rendezvous"
+            logger.warning(text, self.config.rendezvous, session.outer.round)
         if session.is_due(is_last=self._has_taken_all):  # the checkpoint was written when it could not take place
             self._try_advance(is_last=self._has_taken_all)
 
@@ -178,11 +180,8 @@ class OuterLoop(HasOuterWeights):
         self._stop.uninstall()
         if not self.stopped and session.is_due(is_last=True):
             self._try_advance(is_last=True)
-        if not (self.stopped or session.outer.on_boundary):
-            logger.warning(
-                "the loop ended %s after the last synchronisation: the model holds this island's own weights",
-                counted(session.outer.steps, "step"),
-            )
+        if not self.stopped:
+            session.conclude()
         self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
         self._record.close()
         self._show_end(state="done", message="stopped on request" if self.stopped else "")
@@ -288,7 +287,7 @@ class OuterLoop(HasOuterWeights):
 
     @property
     def is_over(self) -> bool:
-        """Whether the run's last round is complete: time to end the loop."""
+        """Whether the run's last round is complete: time to end the loop, which adds nothing more to it."""
         return self._need_session().is_over
 
     def save_state(self, folder: str | Path) -> None:
@@ -317,6 +316,7 @@ class OuterLoop(HasOuterWeights):
             The checkpoint; None if it cannot be written, which is logged. Training can go on.
 
         Raises:
+            CheckpointError: `write` has raised an error on another rank, which the message names.
             ConfigError: the limit is no whole number; the Accelerator names its checkpoints itself; or the model shows
                 the outer parameters.
         """

@@ -131,6 +131,28 @@ def test_a_loop_that_ends_off_a_boundary_says_so(tmp_path: Path, caplog: pytest.
     assert "the loop ended 1 step after the last synchronisation" in caplog.text
 
 
+def test_a_loop_in_a_run_that_is_over_ends_with_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = f"file://{tmp_path}/store"
+    common = {"num_islands": 2, "min_islands": 1, "rendezvous": place, "join_timeout": 0.3, "sync_every": 2}
+    weights = []
+    for name in "ab":
+        caplog.clear()
+        outer, model = make_loop(tmp_path / name, num_steps=4, island=0, **common)
+        with outer:
+            for _ in range(4):
+                with torch.no_grad():
+                    model.weight += 1.0
+                outer.step()
+        assert outer.is_over
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+    assert f"the run at {place} ended with round 2: for another one give another rendezvous" in caplog.text
+    assert (
+        "the run ended with round 2, without the loop's last 4 steps: the model holds the run's result" in caplog.text
+    )
+    assert "without a part in it" not in caplog.text
+
+
 def test_an_eager_loop_of_known_length_ends_with_its_last_round(tmp_path: Path) -> None:
     """One island alone takes DiLoCo's steps, and no outer step more."""
     weights = []
