@@ -327,9 +327,14 @@ def await_islands(
     """
     wait = WaitNotes(members.island, clock=clock).begin(config.join_timeout, where=config.rendezvous)
     deadline = clock.now() + config.join_timeout
+    told: set[int] = set()
     while True:
         heartbeats = members.look()
         alive = members.alive()
+        gone = {island for island in members.heard if heartbeats[island].phase == "left"}
+        for island in gone - told:  # as who is refused does, which is told there, in its own log
+            logger.warning("island %d came, and has left again: its own log says why", island)
+        told = gone
         ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
         check_welcome(members, clock)
         under_way = {island for island, heartbeat in alive.items() if heartbeat.phase in UNDER_WAY}

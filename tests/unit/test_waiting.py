@@ -139,9 +139,16 @@ def test_islands_that_gather_in_a_store_say_who_is_missing(
     members = Members(log, 0, clock=clock)
     members.enter()
     members.heartbeat()
+    members.look()
+    other = Members(log, 1, clock=clock)
+    other.enter()
+    other.leave("left")  # as it was refused
     with pytest.raises(RendezvousError):
         await_islands(config, members, lambda: False, clock)
-    assert caplog.messages == [f"island 0: waiting for island 1 at {url} (3 s of 5 s)"]
+    assert caplog.messages == [
+        "island 1 came, and has left again: its own log says why",
+        f"island 0: waiting for island 1 at {url} (3 s of 5 s)",
+    ]
 
 
 def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
