@@ -73,7 +73,7 @@ class FragmentIndex(BaseModel):
     how many steps the masters take the outer parameters of its last round; None: they have.
     `digest` is what islands agree on; it cannot be computed again where their outer parameters differ. `parameters`
     is one of their names and sizes. `anticipated_of` is of how many islands' average an island has taken its own part.
-    `distance` is the norm of the masters less the outer parameters; None: not finite, or of an earlier version.
+    `distances` are as `OuterState.distances` gives them; none: not finite, or of an earlier version.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -85,7 +85,7 @@ class FragmentIndex(BaseModel):
     digest: str = ""
     parameters: str = ""
     anticipated_of: int | None = Field(default=None, ge=1)
-    distance: float | None = None
+    distances: list[float] = []
 
 
 class OuterPart(NamedTuple):

@@ -26,8 +26,14 @@ from hf_diloco.utils.own_files import is_own
 _RATES = "inner-rates"
 """The inner learning rates of the last step before a checkpoint, beside what the method keeps."""
 
-_ROUNDING = 2**-8
-"""As a share of the parameters' norm: what rounding them to bf16, the coarsest of formats, changes at most."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the masters may have been rounded to when they are read again."""
+
+_FAR = 0.1
+"""As a share of the parameters' norm: farther than 16 bits round them."""
+
+_SUM_ROUNDING, _ROUNDING = 1e-3, 1e-6
+"""What sums in another order change, and flushing what is next to nothing to zero: of the sum, and of that norm."""
 
 
 def save_state(
@@ -66,9 +72,9 @@ def save_state(
                 digest=fragment.digest,
                 parameters=names,
                 anticipated_of=fragment.anticipated_of if isinstance(fragment, EagerFragment) else None,
-                distance=distance if math.isfinite(distance) else None,
+                distances=[distance for distance in distances if math.isfinite(distance)],
             )
-            for fragment, names, distance in zip(outer.fragments, outer.names, outer.distances(), strict=True)
+            for fragment, names, distances in zip(outer.fragments, outer.names, outer.distances(_DTYPES), strict=True)
         ],
     )
     rates = {_RATES: torch.tensor(outer.rates, dtype=torch.float64)} if outer.rates else {}
@@ -122,14 +128,14 @@ def _load(outer: OuterState, checkpoint: Path) -> list[FragmentIndex]:
 def _refuse_other_masters(outer: OuterState, checkpoint: Path, stored: Sequence[FragmentIndex]) -> None:
     """Raises `CheckpointError` if the masters are not as far from the outer parameters as when these were saved.
 
-    Whichever way they were saved and read again, they may have been rounded, and lie in other formats now.
+    They may have been rounded to 16 bits meanwhile, and be cut over other ranks.
     """
     sizes = outer.island.sum([fragment.method.parameters.norm().item() ** 2 for fragment in outer.fragments])
-    for counts, distance, square in zip(stored, outer.distances(), sizes, strict=True):
-        before = counts.distance
-        if before is None and counts.steps == 0 and counts.install_in is None:
-            before = 0.0  # the masters began anew from the outer parameters
-        if before is not None and abs(distance - before) > _ROUNDING * (math.sqrt(square) + before):
+    for counts, (distance,), square in zip(stored, outer.distances(), sizes, strict=True):
+        known = [(before, before * _SUM_ROUNDING + math.sqrt(square) * _ROUNDING) for before in counts.distances]
+        if not known and counts.steps == 0 and counts.install_in is None:
+            known = [(0.0, math.sqrt(square) * _FAR)]  # the masters began anew from the outer parameters
+        if known and all(abs(distance - before) > margin for before, margin in known):
             raise CheckpointError(
                 f"{checkpoint} holds the outer state of a model with other weights than the one to be trained: load "
                 "the model and its optimizer from there first (accelerator.load_state, or trainer.train with "

@@ -22,7 +22,7 @@ from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition, runs_of, to_model_intervals
 from hf_diloco.methods.outer import Groups, find_method
-from hf_diloco.methods.outer.base import Buffers
+from hf_diloco.methods.outer.base import Buffers, chunks
 from hf_diloco.outer.fragment import EagerFragment, Fragment, ScratchPool
 from hf_diloco.outer.schedule import steps_before
 
@@ -182,16 +182,24 @@ class OuterState:
         for fragment, vector in zip(self.fragments, held, strict=True):
             fragment.partition.scatter(vector)
 
-    def distances(self) -> list[float]:
+    def distances(self, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[list[float]]:
         """How far the masters are from the outer parameters of each fragment: the norm of the difference.
 
         Collective over the island's ranks. Nothing may be on its way to other islands: see `BaseSession.settle`.
+
+        Args:
+            dtypes: what the masters are rounded to first.
         """
-        squares = []
+        found = []
         for fragment in self.fragments:
-            squares.append(fragment.take_progress())
+            masters, squares = fragment.read_masters(), [0.0] * len(dtypes)
+            for where in chunks(fragment.partition.numel):
+                for number, dtype in enumerate(dtypes):
+                    delta = fragment.method.parameters[where] - masters[where].to(dtype)
+                    squares[number] += float(delta.dot(delta))
             self.rest(fragment)
-        return [math.sqrt(square) for square in self.island.sum(squares)]
+            found.append([math.sqrt(square) for square in self.island.sum(squares)])
+        return found
 
     # Rounds
 

@@ -71,10 +71,12 @@ def test_a_loop_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert torch.equal(again.weights(), whole.weights())
 
 
+@pytest.mark.parametrize("rate", [0.1, 1e-6])
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
-def test_a_loop_that_has_not_loaded_its_weights_is_refused(step: int, tmp_path: Path) -> None:
+def test_a_loop_that_has_not_loaded_its_weights_is_refused(step: int, rate: float, tmp_path: Path) -> None:
     """Also in the middle of a round, and with the very weights that the run began from."""
     loop = Loop(tmp_path)
+    loop.optimizer.param_groups[0]["lr"] = rate
     with loop.begun() as outer:
         loop.train(step)
         outer.save_checkpoint()
@@ -83,14 +85,15 @@ def test_a_loop_that_has_not_loaded_its_weights_is_refused(step: int, tmp_path: 
     with pytest.raises(CheckpointError, match=r"with other weights than .*load the model .*accelerator\.load_state"):
         again.outer.__enter__()
     assert checkpoint is not None
-    rounded = Loop(tmp_path)
-    assert rounded.outer.common_checkpoint() == checkpoint
-    rounded.accelerator.load_state(str(checkpoint))
-    with torch.no_grad():
-        for parameter in rounded.model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    with rounded.outer as outer:
-        assert outer.global_step == step
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rounded = Loop(tmp_path)
+        assert rounded.outer.common_checkpoint() == checkpoint
+        rounded.accelerator.load_state(str(checkpoint))
+        with torch.no_grad():
+            for parameter in rounded.model.parameters():
+                parameter.copy_(parameter.to(dtype))
+        with rounded.outer as outer:
+            assert outer.global_step == step
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
