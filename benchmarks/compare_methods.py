@@ -51,7 +51,7 @@ from hf_diloco.errors import DivergedError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.fixed import FixedSession
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from tests.islands import run_islands

@@ -54,7 +54,9 @@ from torch.distributed import Store, TCPStore
 
 from benchmarks.links import Links, enter_network
 from benchmarks.orders import Workers, answer_orders, reach_store
+from hf_diloco.store.values import ValueStore
 from tests.processes import Process, Processes
+from tests.tcp_stores import KeptStore, reach
 
 BASELINE = "all_reduce"
 CHECKED, BARE, SEALED, SIGNED = GUARDS = ("checksums", "bare", "sealed", "signed")
@@ -143,15 +145,16 @@ class Island:
 
     Args:
         number: of the island.
-        store: kept by the program that asks.
+        orders: kept by the program that asks.
+        store: likewise; where islands meet.
     """
 
-    def __init__(self, number: int, store: Store) -> None:
+    def __init__(self, number: int, orders: Store, store: ValueStore) -> None:
         import torch
 
         torch.set_num_threads(1)
         self._number = number
-        self._store = store
+        self._orders, self._store = orders, store
         self._generator = torch.Generator().manual_seed(number)
         self._values = torch.empty(0)
         self._meshes: dict[str, Any] = {}
@@ -188,7 +191,7 @@ class Island:
         gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
-        self._group = gloo(PrefixStore(f"bare/{name}", self._store), self._number, islands, options)
+        self._group = gloo(PrefixStore(f"bare/{name}", self._orders), self._number, islands, options)
         self._values = torch.empty(values)
         self._refill()
         return {"seconds": seconds}
@@ -221,11 +224,11 @@ class Island:
         self._values.normal_(generator=self._generator)
 
 
-def run_island(number: int, port: int) -> None:
+def run_island(number: int, port: int, meeting: int) -> None:
     """Answers until the program that asks kills this process."""
     print("up", flush=True)  # from now on this process has a network of its own, which waits for its link
-    store = reach_store(Links.host, port, TIMEOUT)
-    answer_orders(store, number, Island(number, store))
+    orders = reach_store(Links.host, port, TIMEOUT)
+    answer_orders(orders, number, Island(number, orders, reach(meeting, Links.host)))
 
 
 # All islands
@@ -247,6 +250,8 @@ class Archipelago:
         store = TCPStore(Links.host, 0, is_master=True, wait_for_workers=False)
         own_network = [] if link.is_loopback else ["unshare", "--net"]
         command = [*own_network, sys.executable, "-m", "benchmarks.exchange", "--port", str(store.port)]
+        self._meeting = KeptStore(Links.host)
+        command += ["--meeting", str(self._meeting.port)]
         self._islands: list[Process] = [
             processes.spawn([*command, "--island", str(number)], env={"OMP_NUM_THREADS": "1"})
             for number in range(num_islands)
@@ -377,9 +382,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="all measurements")
     parser.add_argument("--island", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.island is not None:
-        run_island(args.island, args.port)
+        run_island(args.island, args.port, args.meeting)
         return
     from hf_diloco.codecs import CODECS
 

@@ -26,6 +26,7 @@ import time
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.distributed import TCPStore
 
 from benchmarks.exchange import Link, describe_machine
 from benchmarks.gossip_link import TIMEOUT, Nodes, parse_link, run_node
@@ -36,7 +37,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.gossip import DSGD
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from tests.processes import Processes
 
 MODULE = "benchmarks.gossip_ahead"
@@ -45,7 +46,7 @@ MODULE = "benchmarks.gossip_ahead"
 class Node:
     """One node's process; see `gossip_link.Node`."""
 
-    def __init__(self, number: int, num_nodes: int, store: ValueStore) -> None:
+    def __init__(self, number: int, num_nodes: int, store: ValueStore, _: TCPStore) -> None:
         torch.set_num_threads(1)
         topology, address = make_topology("ring", num_nodes), Links.address(number)
         mesh = MeshNeighbours(

@@ -59,7 +59,7 @@ from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.tcp_store import meet
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 from tests.processes import Process, Processes
 
@@ -115,9 +115,10 @@ class Node:
         number: of the node, from 0.
         num_nodes: n.
         store: where nodes meet.
+        orders: kept by the program that asks.
     """
 
-    def __init__(self, number: int, num_nodes: int, store: ValueStore) -> None:
+    def __init__(self, number: int, num_nodes: int, store: ValueStore, orders: TCPStore) -> None:
         torch.set_num_threads(1)
         self._number = number
         self._num_nodes = num_nodes
@@ -139,7 +140,7 @@ class Node:
         gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
-        self._group = gloo(PrefixStore("bare", store), number, num_nodes, options)
+        self._group = gloo(PrefixStore("bare", orders), number, num_nodes, options)
 
     def step(self, name: str, values: int, step: int, start: float) -> dict[str, float]:
         """Communicates at the moment `start` of the machine's clock."""
@@ -180,7 +181,9 @@ class Node:
         return float(weights @ everybody.to(weights.dtype))
 
 
-def run_node(number: int, num_nodes: int, port: int, make: Callable[[int, int, ValueStore], Any] = Node) -> None:
+def run_node(
+    number: int, num_nodes: int, port: int, make: Callable[[int, int, ValueStore, TCPStore], Any] = Node
+) -> None:
     """Answers what `make`'s node does until the program that asks kills this process."""
     print("up", flush=True)  # from now on this process has a network of its own, which waits for its link
     while True:
@@ -196,7 +199,7 @@ def run_node(number: int, num_nodes: int, port: int, make: Callable[[int, int, V
     config = GossipConfig(num_nodes=num_nodes, node=number, rendezvous=rendezvous, join_timeout=TIMEOUT)
     size, notes = {"num_nodes": num_nodes}, WaitNotes(number, "node")
     met = meet(config, Credentials(), not number, f"node {number}", size, TIMEOUT, notes)
-    node = make(number, num_nodes, met.store)
+    node = make(number, num_nodes, met.store, orders)
     orders.set(f"ready/{number}", "")
     for count in itertools.count():
         order = json.loads(orders.get(f"order/{count}"))

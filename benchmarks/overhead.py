@@ -223,11 +223,12 @@ def memory(args: argparse.Namespace) -> dict[str, float]:
 
 def run_islands(args: argparse.Namespace, num_islands: int) -> dict[str, float]:
     """Starts one process an island; returns what island 0 measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind(("127.0.0.1", 0))
+        ports = {"port": first.getsockname()[1], "bare_port": second.getsockname()[1]}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    settings = json.dumps({"num_islands": num_islands, "port": port, "values": args.values, "repeats": args.repeats})
+    settings = json.dumps({"num_islands": num_islands, "values": args.values, "repeats": args.repeats, **ports})
     workers = [
         subprocess.Popen(
             [*WORKER, "_island", settings, str(island)],
@@ -253,7 +254,7 @@ def island(settings: dict[str, Any], number: int) -> None:
     import psutil
     import torch
     from torch import nn
-    from torch.distributed import PrefixStore, ProcessGroupGloo
+    from torch.distributed import ProcessGroupGloo, TCPStore
 
     from hf_diloco.config.diloco import DiLoCoConfig
     from hf_diloco.inner import open_shards
@@ -268,11 +269,12 @@ def island(settings: dict[str, Any], number: int) -> None:
         num_islands=num_islands, island=number, rendezvous=f"tcp://127.0.0.1:{settings['port']}", sync_every=1
     )
     transport = MeshTransport(config, is_leader=True)
+    bare_store = TCPStore("127.0.0.1", settings["bare_port"], is_master=number == 0, wait_for_workers=False)
     gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._threads = 8
-    bare_group = gloo(PrefixStore("bare", transport.store), number, num_islands, options)
+    bare_group = gloo(bare_store, number, num_islands, options)
     model = nn.ParameterList([nn.Parameter(torch.ones(values // 100)) for _ in range(100)])
     shards = open_shards(model, torch.optim.SGD(model.parameters()))
     process = psutil.Process()

@@ -23,7 +23,7 @@ from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Exchange, Observer, Traffic
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport, Transport

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import Topology
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from tests.clocks import LONG
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore

@@ -12,7 +12,7 @@ from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, StoreHost, url_of
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import Rendezvous, meet
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG
 from tests.processes import find_free_port
@@ -23,9 +23,9 @@ LOCALHOST = "127.0.0.1"
 class Port:
     """Where a run may meet."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = LOCALHOST) -> None:
         self.port = find_free_port()
-        self.url = f"tcp://{LOCALHOST}:{self.port}"
+        self.url = f"tcp://{host}:{self.port}"
 
     def config(self, **settings: Any) -> DiLoCoConfig:
         return DiLoCoConfig(**{"num_islands": 2, "rendezvous": self.url, "join_timeout": LONG, **settings})
@@ -45,8 +45,8 @@ class Port:
 class KeptStore(Port):
     """One without a key, which this process keeps as long as it has this."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, host: str = LOCALHOST) -> None:
+        super().__init__(host)
         weakref.finalize(self, StoreHost(self.config()).close)
 
     def client(self) -> ValueStore:
@@ -54,7 +54,12 @@ class KeptStore(Port):
         return reach(self.port)
 
 
-def reach(port: int) -> ValueStore:
+def reach(port: int, host: str = LOCALHOST) -> ValueStore:
     """A client of a `KeptStore`."""
-    store = ObjectStore(f"http://{LOCALHOST}:{port}/run", gone_after=GONE_SECONDS)
-    return ValueStore(RunLog(store, Seal(b"", "test")), LONG)
+    store = ObjectStore(f"http://{host}:{port}/run", gone_after=GONE_SECONDS)
+    return ValueStore(RunLog(store, Seal(b"", "test")))
+
+
+def await_value(store: ValueStore, key: str) -> bytes:
+    """The value of a key, once it is there."""
+    return store.wait([key], LONG)[key]

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch.distributed import DistStoreError
 
 from hf_diloco.errors import (
     CheckpointError,
@@ -25,7 +24,7 @@ from hf_diloco.errors import (
     StoreError,
 )
 from hf_diloco.store.failures import KEEPER_GONE
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait, WaitNotes
 
@@ -183,7 +182,7 @@ class AllGather:
             if self.is_lost:  # it may take long to say so again
                 raise StoreError("no answer the last time")
             return call()
-        except (DistStoreError, StoreError) as error:
+        except StoreError as error:
             self.is_lost = True
             raise store_lost(error) from None
 

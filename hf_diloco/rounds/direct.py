@@ -42,7 +42,7 @@ from hf_diloco.sealing.channel import Parties
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import Number, Record, RunLog
 from hf_diloco.store.rendezvous import find_address, warn_if_exposed
-from hf_diloco.store.torch_store import RecordStore
+from hf_diloco.store.values import LINKS, ValueStore
 from hf_diloco.transport.base import Lane, Observer, RateLimit, Traffic
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.mesh import MeshExchange, Watch
@@ -159,18 +159,14 @@ class DirectEngine(Engine):
             return self._mesh
         self.close()
         name, outcome = _name_of(planned), outcome_path(planned.path)
-        store = RecordStore(
-            self.log,
-            min(self.config.grace, self.config.exchange_timeout),
-            should_give_up=lambda: self.log.read_or_refuse(outcome, OutcomeRecord) is not None,
-        )
+        patience = min(self.config.grace, self.config.exchange_timeout)
         own_range = Range(self.bucket.start, self.bucket.length)
         timeout = self.config.exchange_timeout
         others = [island for island, _ in members if island != self.config.island]
         wait = self._notes.begin(timeout, f"round {planned.round}, connecting from {self.address}")
         with wait.blocking(others):
             lane = Lane(
-                store=store,
+                store=ValueStore(self.log, LINKS),
                 name=name,
                 island=own,
                 num_islands=len(members),
@@ -180,6 +176,9 @@ class DirectEngine(Engine):
                 num_connections=self.config.connections,
                 rate_limit=self.rate_limit,
                 parties=Parties(tuple(island for island, _ in members)),
+                should_give_up=lambda waited: (
+                    waited >= patience or self.log.read_or_refuse(outcome, OutcomeRecord) is not None
+                ),
             )
             self._mesh = SegmentedMesh(
                 lane, own_range, ranges, partial(self._notes.watch, timeout, "exchange", others)
@@ -307,7 +306,7 @@ class SegmentedMesh:
         self._own = own
         self._is_open = True
         self._pieces: list[tuple[Range, MeshExchange]] = []
-        notes = LossNotes(lane.store, lane.name, lane.island, NOTE_PATIENCE)
+        notes = LossNotes(lane.store, lane.name, lane.island, NOTE_PATIENCE, keeper=None)
         try:
             for piece in cut(own, all_ranges):
                 part = replace(lane, name=f"{lane.name}/{piece.start}")

@@ -81,15 +81,15 @@ class RunLog:
         """Writes a record in place of what is there; see `ObjectStore.put`."""
         self.store.put(path, self._wrap(path, record), None, is_lasting)
 
-    def read(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES, is_of_now: bool = False) -> R | None:
-        """A record, or None if there is none. One of more than `limit` bytes is not downloaded; see also `Seal.open`.
+    def read(self, path: str, kind: type[R], is_of_now: bool = False) -> R | None:
+        """A record, or None if there is none. One that is too large is not downloaded; see also `Seal.open`.
 
         Raises:
             ForgedError: what lies there was not written for this place with the run's key, or is no such record.
             StoreError: the store does not answer.
         """
         try:
-            data = self.store.get(path, limit)
+            data = self.store.get(path, MAX_RECORD_BYTES)
         except (TooLargeError, UnreadableError) as error:
             raise ForgedError(str(error)) from None
         return None if data is None else self._open(path, kind, data, is_of_now)
@@ -104,10 +104,10 @@ class RunLog:
                 f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}): install the same version on all islands"
             ) from None
 
-    def read_or_refuse(self, path: str, kind: type[R], limit: int = MAX_RECORD_BYTES) -> R | None:
+    def read_or_refuse(self, path: str, kind: type[R]) -> R | None:
         """As `read`, but what is not of this run is reported once and then ignored."""
         try:
-            return self.read(path, kind, limit)
+            return self.read(path, kind)
         except ForgedError as error:
             self.refuse(path, error)
             return None

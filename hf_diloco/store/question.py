@@ -183,8 +183,12 @@ def look(
 
 @contextmanager
 def looking_once(store: ObjectStore, prefixes: Sequence[str], paths: Collection[str] = ()) -> Iterator[None]:
-    """What this thread asks of some places, before it writes, is answered by one request if the store can."""
-    if not store.tells_changes:
+    """What this thread asks of some places, before it writes, is answered by one request if the store can.
+
+    What it sees already is not asked for again.
+    """
+    sight = store.sights.current if store.tells_changes else None
+    if not store.tells_changes or (sight and all(map(sight.covers, [*prefixes, *paths]))):
         yield
         return
     with store.sights.answer_from(look(store, prefixes, paths=paths)):

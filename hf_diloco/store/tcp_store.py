@@ -25,7 +25,7 @@ from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, Place, StoreHost, address_towards, find_store, url_of
 from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, MEETING, RUN_PATH, Seal
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 
 MARK_SECONDS = 20.0
@@ -99,7 +99,7 @@ def meet(
         raise
     end = weakref.finalize(store, host.close) if host else lambda: None
     seal = Seal(credentials.key, run, credentials.signer, credentials.encrypt)
-    values = ValueStore(RunLog(store, seal), config.join_timeout)
+    values = ValueStore(RunLog(store, seal))
     address = config.bind_address or address_towards(config.rendezvous)
     return Rendezvous(values, credentials.link_key(run), address, end)
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed import Store
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import ExchangeError
 from hf_diloco.sealing.channel import ISLANDS, Parties
 from hf_diloco.sealing.keys import LinkKey
+from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.clock import REAL, Clock
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
@@ -118,9 +118,10 @@ class Lane:
         num_connections: between any two owners, the same on all.
         rate_limit: for all that this process sends; lanes may share one. Default: none.
         parties: which islands the owners are; default: of their numbers.
+        should_give_up: polled, with the seconds waited, until all others have shown where they listen; true ends that.
     """
 
-    store: Store
+    store: ValueStore
     name: str
     island: int
     num_islands: int
@@ -130,6 +131,7 @@ class Lane:
     num_connections: int = 1
     rate_limit: RateLimit = field(default_factory=RateLimit)
     parties: Parties = ISLANDS
+    should_give_up: Callable[[float], bool] = lambda waited: False
 
     @property
     def peers(self) -> list[int]:

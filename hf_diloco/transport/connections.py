@@ -25,7 +25,7 @@ import torch
 import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from hf_diloco.errors import ExchangeError, IslandLostError
+from hf_diloco.errors import ExchangeError, IslandLostError, StoreError
 from hf_diloco.sealing.channel import OVERHEAD, Channel
 from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.handshake import End
@@ -80,7 +80,7 @@ class Connections:
             try:
                 with Meeting(lane, deadline) as meeting:
                     self.groups = _connect_all(meeting, lane, deadline)
-            except (IslandLostError, RuntimeError, TimeoutError) as error:
+            except (IslandLostError, StoreError, RuntimeError, TimeoutError) as error:
                 raise _not_connected(error, lane, deadline) from None
             except OSError as error:  # of this end's own, which `__cause__` tells
                 raise _not_listening(error, lane) from error.with_traceback(None)

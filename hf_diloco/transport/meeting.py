@@ -23,11 +23,9 @@ import math
 import socket
 import struct
 import threading
+import time
 from collections.abc import Collection
-from datetime import timedelta
 from typing import Any
-
-from torch.distributed import Store
 
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
 from hf_diloco.sealing.channel import Agreement, Channel
@@ -82,13 +80,9 @@ class Meeting:
     """
 
     def __init__(self, lane: Lane, deadline: Deadline) -> None:
-        self._name = lane.name
-        self._own = lane.island
-        self._peers = lane.peers
+        self._lane = lane
+        self._own, self._peers, self._parties = lane.island, lane.peers, lane.parties
         self._deadline = deadline
-        self._num_connections = lane.num_connections
-        self._key = lane.key
-        self._parties = lane.parties
         self._strangers: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
         self._talks: set[asyncio.Task[Any]] = set()
         self._lines: dict[int, Line] = {}
@@ -108,7 +102,7 @@ class Meeting:
         if self._failure:
             raise self._failure
         try:
-            self._meet(lane.store)
+            self._meet()
         except BaseException:
             self._end(at_once=True)
             raise
@@ -128,31 +122,35 @@ class Meeting:
 
     # In the thread of who connects
 
-    def _meet(self, store: Store) -> None:
-        shown = {"version": VERSION, "way": way_of(self._key), **self._place._asdict()}
-        store.set(_path(self._name, self._own), json.dumps(shown))
-        met = asyncio.run_coroutine_threadsafe(self._gather(self._find(store)), self._loop)
+    def _meet(self) -> None:
+        shown = {"version": VERSION, "way": way_of(self._lane.key), **self._place._asdict()}
+        self._lane.store.set(_path(self._lane.name, self._own), json.dumps(shown))
+        met = asyncio.run_coroutine_threadsafe(self._gather(self._find()), self._loop)
         try:
             met.result(self._deadline.remaining().total_seconds())
         except TimeoutError:
             raise self._lost([peer for peer in self._peers if peer not in self._hosts], "did not connect") from None
 
-    def _find(self, store: Store) -> dict[int, Place]:
+    def _find(self) -> dict[int, Place]:
         """Where all others listen, once they have shown it."""
-        keys = {peer: _path(self._name, peer) for peer in self._peers}
+        lane, begun = self._lane, time.monotonic()
+        keys = {peer: _path(lane.name, peer) for peer in self._peers}
+
+        def should_give_up() -> bool:
+            return lane.should_give_up(time.monotonic() - begun)
+
         while True:
-            try:
-                store.wait(list(keys.values()), min(self._deadline.remaining(), timedelta(seconds=_LOOK_SECONDS)))
-                return {peer: self._read(peer, store.get(key)) for peer, key in keys.items()}
-            except (IslandLostError, RuntimeError) as error:
-                old = [peer for peer in self._peers if store.check([f"mesh/{self._name}/0/{peer}"])]
-                if old:
-                    raise self._other_version(old[0], "an older version, which meets elsewhere") from None
-                if isinstance(error, IslandLostError):
-                    raise
-                if self._deadline.is_over:
-                    missing = [peer for peer, key in keys.items() if not store.check([key])]
-                    raise self._lost(missing, "did not show where to connect") from None
+            seconds = min(self._deadline.remaining().total_seconds(), _LOOK_SECONDS)
+            shown = lane.store.wait(list(keys.values()), seconds, should_give_up)
+            missing = [peer for peer, key in keys.items() if key not in shown]
+            if not missing:
+                return {peer: self._read(peer, shown[key]) for peer, key in keys.items()}
+            if old := [peer for peer in self._peers if lane.store.find(f"mesh/{lane.name}/0/{peer}")]:
+                raise self._other_version(old[0], "an older version, which meets elsewhere")
+            if should_give_up():
+                raise IslandLostError(f"not all have shown where they listen ({lane.name})")
+            if self._deadline.is_over:
+                raise self._lost(missing, "did not show where to connect")
 
     def _read(self, peer: int, shown: bytes) -> Place:
         try:
@@ -165,9 +163,9 @@ class Meeting:
             raise self._other_version(peer, f"what it shows is no address: {shown[:80]!r}") from None
         if version != VERSION:
             raise self._other_version(peer, f"protocol {version}, where this one has {VERSION}")
-        if way != way_of(self._key):
+        if way != (own := way_of(self._lane.key)):
             raise RendezvousError(
-                f"{self._parties.name(peer)} connects {way}, and this one {way_of(self._key)}: give all the same key "
+                f"{self._parties.name(peer)} connects {way}, and this one {own}: give all the same key "
                 "(key_file or HF_DILOCO_KEY) and the same `encrypt`"
             )
         return place
@@ -256,7 +254,7 @@ class Meeting:
                 async with asyncio.timeout(STRANGER_SECONDS):
                     line = Line(*await asyncio.open_connection(*place, limit=MAX_GREETING_BYTES))
                     self._note_reached(peer)
-                    line.send(_HELLO.pack(_MAGIC, _digest(self._name), self._own, peer))
+                    line.send(_HELLO.pack(_MAGIC, _digest(self._lane.name), self._own, peer))
                     channels = await self._prove(peer, line)
                 await self._talk(peer, line, channels)
             except ForgedError as error:
@@ -312,17 +310,18 @@ class Meeting:
         if len(hello) != _HELLO.size:
             raise ValueError("no greeting")
         magic, lane, peer, called = _HELLO.unpack(hello)
-        if (magic, lane, called) != (_MAGIC, _digest(self._name), self._own):
+        if (magic, lane, called) != (_MAGIC, _digest(self._lane.name), self._own):
             raise ValueError("a greeting for somebody else")
         if peer not in self._peers or peer < self._own:
             raise ValueError("an end that does not call this one")
         return int(peer)
 
     async def _prove(self, peer: int, line: Line) -> dict[End, Channel]:
-        if self._key is None:
+        lane = self._lane
+        if lane.key is None:
             return {}
-        numbers = range(self._num_connections)
-        parts = [Agreement(self._key, self._name, number, self._own, peer, self._parties) for number in numbers]
+        numbers = range(lane.num_connections)
+        parts = [Agreement(lane.key, lane.name, number, self._own, peer, lane.parties) for number in numbers]
         line.send_parts([part.public for part in parts])
         heard = await line.receive_parts(len(parts))
         line.send_parts([part.confirm(public) for part, public in zip(parts, heard, strict=True)])
@@ -355,7 +354,7 @@ class Meeting:
             if self._lines.get(peer) is line and not self._met.done():
                 self._hosts.pop(peer, None)
                 del self._lines[peer]
-            elif self._lines.get(peer) is line and self.addresses.num_heard(peer) < self._num_connections:
+            elif self._lines.get(peer) is line and self.addresses.num_heard(peer) < self._lane.num_connections:
                 self.addresses.fail(self._lost([peer], "broke off while they connected"))
 
     def _refuse(self, peer: int, error: ForgedError, host: str) -> None:
@@ -363,7 +362,7 @@ class Meeting:
             name = self._parties.name(peer)
             if error.island is None:
                 error = ForgedError(f"of what came in the name of {name}, {error}", self._parties.island(peer))
-            logger.warning("refused %s, which claims to be %s of %s: %s", host, name, self._name, error)
+            logger.warning("refused %s, which claims to be %s of %s: %s", host, name, self._lane.name, error)
             self._refused[peer] = error
             if self._places.done():
                 self._limit_wait(peer, error)

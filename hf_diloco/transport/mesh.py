@@ -59,7 +59,6 @@ class MeshExchange(Exchange):
         with_checksums: bool = True,
         watch: Watch | None = None,
     ) -> None:
-        self._lane = lane  # torch's half of a store, which notes are in, does not keep the half written in Python
         self.island = lane.island
         self.num_islands = lane.num_islands
         self._timeout = lane.timeout

@@ -9,7 +9,7 @@ from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import warn_if_exposed
 from hf_diloco.store.tcp_store import meet
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Exchange, Lane, RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange

@@ -19,11 +19,10 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, Store
 
 from hf_diloco.codecs import Codec
-from hf_diloco.errors import DiLoCoError
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.errors import StoreError
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import BLOCK_VALUES, Traffic, averaged_by_all
 from hf_diloco.utils.threads import call_within
 
@@ -294,18 +293,22 @@ class LossNotes:
     connection closed can tell an island that is gone from one that merely followed.
 
     Args:
-        store: reaches all islands; island 0 keeps it.
+        store: reaches all islands.
         name: the lane's name.
         island: this island's number.
         patience: seconds that an island which timed out waits for another's note. All time out at about the same
             moment: as far apart as they began.
+        keeper: the island that keeps the store; None: none of them does.
     """
 
-    def __init__(self, store: Store, name: str, island: int, patience: float = NOTE_SECONDS) -> None:
-        self._store = PrefixStore(f"lost/{name}", store)
-        self._has_keeper = isinstance(store, ValueStore)
+    def __init__(
+        self, store: ValueStore, name: str, island: int, patience: float = NOTE_SECONDS, keeper: int | None = 0
+    ) -> None:
+        self._store = store
+        self._name = name
         self._island = island
         self._patience = patience
+        self._keeper = keeper
 
     def find_first(self, peer: int, timed_out: bool) -> int:
         """Notes that `peer` is gone, or late, and returns the island with which it began.
@@ -317,25 +320,22 @@ class LossNotes:
         patience = self._patience if timed_out else 0.0
         suspect, asked = peer, {self._island}
         try:
-            call_within(NOTE_SECONDS, lambda: self._store.set(str(self._island), str(peer)))
+            call_within(NOTE_SECONDS, lambda: self._store.set(self._key(self._island), str(peer)))
             while suspect not in asked:
                 asked.add(suspect)
                 note = call_within(patience + NOTE_SECONDS, partial(self._read, suspect, patience))
                 if note is None:
                     return suspect
                 suspect = note
-        except (RuntimeError, ValueError):  # the store is gone, or no store of ours
-            return 0
+        except (StoreError, ValueError):  # the store is gone, or somebody else writes there
+            return peer if self._keeper is None else self._keeper
         except TimeoutError:  # it is slow; or its keeper stands still, which breaks no connection
-            return 0 if timed_out and self._has_keeper else peer
-        except DiLoCoError:  # a run's log: who keeps it is none of the islands
-            return peer
+            return self._keeper if timed_out and self._keeper is not None else peer
         return peer  # they blame each other: it is the link that is gone
 
     def _read(self, island: int, patience: float) -> int | None:
-        deadline = time.monotonic() + patience
-        while not self._store.check([str(island)]):
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0.02)
-        return int(self._store.get(str(island)))
+        note = self._store.wait([self._key(island)], patience).get(self._key(island))
+        return None if note is None else int(note)
+
+    def _key(self, island: int) -> str:
+        return f"lost/{self._name}/{island}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hf_diloco.store.credentials import make_identity, make_key
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport import connections
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport

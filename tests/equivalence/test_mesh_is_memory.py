@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from tests.processes import ROOT, Processes, find_free_port

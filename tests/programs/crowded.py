@@ -40,7 +40,7 @@ def island(number: int) -> None:
     connected.wait(60)
     go_on.wait(120)
     store.set(f"there/{number}", "yes")
-    store.wait([f"there/{1 - number}"])
+    store.wait([f"there/{1 - number}"], 60)
     values = torch.full((100_000,), float(number))
     mesh.average(values, [0.5, 0.5], CODECS["fp32"])
     assert (values == 0.5).all()

@@ -30,7 +30,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import make_topology
-from tests.tcp_stores import reach
+from tests.tcp_stores import await_value, reach
 
 LR = 0.05
 
@@ -115,7 +115,7 @@ def main() -> None:
     def after(step: int) -> None:
         print(f"step {step}", flush=True)
         if (mesh.node, step) == (cutter, cut_step):
-            cut_connections(int(store.get(f"pid/{cut_off}")))
+            cut_connections(int(await_value(store, f"pid/{cut_off}")))
         for line in neighbours.take_news():
             print(f"news: {line}", flush=True)
 
@@ -128,9 +128,9 @@ def main() -> None:
 
     def has_ended(step: int) -> bool:
         if "end" in settings:
-            return bool(store.check([settings["end"]]))
+            return store.find(settings["end"]) is not None
         if steps_after_entry:
-            return store.check(["last"]) and step >= int(store.get("last"))
+            return (last := store.find("last")) is not None and step >= int(last)
         return bool(step >= steps)
 
     results = [

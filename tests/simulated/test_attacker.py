@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, IslandLostError
 from hf_diloco.rounds.elastic_rounds import MAX_IN_A_ROW
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import make_key
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport import connections
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.mesh import MeshExchange
@@ -61,7 +61,7 @@ def averages(
     key: LinkKey | None, num_rounds: int = 4, payload: str = "fp32", num_islands: int = 2, patience: float = LONG
 ) -> list[list[object]]:
     """What each island has after each exchange: the average, or the error."""
-    store = HashStore()
+    store = ValueStore.in_memory()
 
     def run(island: int) -> list[object]:
         mesh = MeshExchange(Lane(store, "lane", island, num_islands, ADDRESSES[island], LONG, key))

@@ -7,13 +7,12 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.distributed import HashStore, PrefixStore, Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, ExchangeError, ForgedError, IslandLostError, PayloadError
@@ -22,7 +21,7 @@ from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.torch_store import BytesRecord, RecordStore
+from hf_diloco.store.values import LINKS, BytesRecord, ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.connections import Sealer
@@ -128,10 +127,8 @@ class Folder:
     def log(self, key: bytes = KEY, run_id: str = "run-1") -> RunLog:
         return RunLog(ObjectStore(self.url), Seal(key, run_id))
 
-    def store(
-        self, patience: float = LONG, key: bytes = KEY, should_give_up: Callable[[], bool] = lambda: False
-    ) -> RecordStore:
-        return RecordStore(self.log(key), patience, should_give_up)
+    def store(self, key: bytes = KEY) -> ValueStore:
+        return ValueStore(self.log(key), LINKS)
 
 
 @pytest.fixture
@@ -146,58 +143,47 @@ def test_what_one_puts_another_gets(folder: Folder, key: bytes) -> None:
     for number, value in enumerate(values):
         writer.set(f"mesh/a/{number}", value)
     for number, value in enumerate(values):
-        assert reader.get(f"mesh/a/{number}") == (value.encode() if isinstance(value, str) else value)
+        assert reader.find(f"mesh/a/{number}") == (value.encode() if isinstance(value, str) else value)
     writer.set("mesh/a/0", "newer")
-    assert reader.get("mesh/a/0") == b"newer"
+    assert reader.find("mesh/a/0") == b"newer"
 
 
 def test_keys_are_there_or_not(folder: Folder) -> None:
     store = folder.store()
     store.set("a", "1")
     store.set("b", "2")
-    assert store.check(["a", "b"])
-    assert not store.check(["a", "absent"])
-    store.wait(["a", "b"])
+    assert store.find_all(["a", "b", "absent"]) == {"a": b"1", "b": b"2"}
+    assert store.find_all([]) == {}
 
 
 def test_a_large_value_comes_back_whole(folder: Folder) -> None:
     value = os.urandom(48_000)
     folder.store().set("large", value)
-    assert folder.store().get("large") == value
-
-
-def test_a_value_too_large_to_come_from_gloo_is_not_fetched(folder: Folder) -> None:
-    folder.store().set("huge", bytes(100_000))
-    assert not folder.store().check(["huge"])
+    assert folder.store().find("large") == value
 
 
 def test_waiting_ends_when_the_keys_have_come(folder: Folder) -> None:
     asked = threading.Event()
 
-    def run(island: int) -> bytes | None:
+    def run(island: int) -> dict[str, bytes]:
         if island == 0:
             asked.set()
-            store = folder.store()
-            store.wait(["first", "second"])
-            return store.get("third")
+            return folder.store().wait(["first", "second"], LONG)
         assert asked.wait(LONG)
-        for key in ("first", "second", "third"):
+        for key in ("first", "second"):
             time.sleep(0.1)
             folder.store().set(key, key)
-        return None
+        return {}
 
-    assert run_islands(2, run) == [b"third", None]
+    assert run_islands(2, run)[0] == {"first": b"first", "second": b"second"}
 
 
 def test_patience_ends(folder: Folder) -> None:
-    store = folder.store(patience=0.3)
+    store = folder.store()
     store.set("here", "")
-    for wait in (lambda: store.wait(["here", "absent"]), lambda: store.get("absent")):
-        started = time.monotonic()
-        with pytest.raises(IslandLostError, match="absent") as caught:
-            wait()
-        assert caught.value.islands == ()
-        assert 0.3 <= time.monotonic() - started < AT_ONCE
+    started = time.monotonic()
+    assert store.wait(["here", "absent"], 0.3) == {"here": b""}
+    assert 0.3 <= time.monotonic() - started < AT_ONCE
 
 
 def test_giving_up_ends_the_wait_at_once(folder: Folder) -> None:
@@ -208,32 +194,25 @@ def test_giving_up_ends_the_wait_at_once(folder: Folder) -> None:
             time.sleep(0.2)
             over.set()
             return time.monotonic()
-        with pytest.raises(IslandLostError, match="absent"):
-            folder.store(should_give_up=over.is_set).get("absent")
+        assert folder.store().wait(["absent"], LONG, over.is_set) == {}
         assert over.is_set()
         return time.monotonic()
 
     ended, told = run_islands(2, run)
     assert ended - told < AT_ONCE
-    started = time.monotonic()
-    with pytest.raises(IslandLostError):
-        folder.store(should_give_up=lambda: True).wait(["absent"])
-    assert time.monotonic() - started < AT_ONCE
 
 
 def test_who_gives_up_still_gets_what_is_there(folder: Folder) -> None:
     folder.store().set("here", "value")
-    assert folder.store(patience=0, should_give_up=lambda: True).get("here") == b"value"
+    assert folder.store().wait(["here"], 0, lambda: True) == {"here": b"value"}
 
 
 @pytest.mark.parametrize(("key", "run_id"), [(OTHER_KEY, "run-1"), (b"", "run-1"), (KEY, "run-2")])
 def test_a_value_sealed_by_others_counts_as_absent(folder: Folder, key: bytes, run_id: str) -> None:
-    RecordStore(folder.log(key, run_id), LONG).set("a", "value")
-    assert not folder.store().check(["a"])
-    with pytest.raises(IslandLostError, match="not all have come"):
-        folder.store(patience=0).get("a")
+    ValueStore(folder.log(key, run_id), LINKS).set("a", "value")
+    assert folder.store().find("a") is None
     folder.store().set("a", "ours")
-    assert folder.store().get("a") == b"ours"
+    assert folder.store().find("a") == b"ours"
 
 
 def test_a_value_moved_to_another_key_counts_as_absent(folder: Folder) -> None:
@@ -242,26 +221,22 @@ def test_a_value_moved_to_another_key_counts_as_absent(folder: Folder) -> None:
     data = objects.get("links/a.json", 1 << 16)
     assert data is not None
     objects.put("links/b.json", data)
-    assert not folder.store().check(["b"])
+    assert folder.store().find("b") is None
 
 
 @pytest.mark.parametrize("value", ["!!!!", "YQ", "YWJj\n", "é"])
 def test_a_value_that_is_not_base64_counts_as_absent(folder: Folder, value: str) -> None:
     folder.log().put("links/a.json", BytesRecord(value=value))
-    assert not folder.store().check(["a"])
+    assert folder.store().find("a") is None
 
 
-def test_errors_keep_their_kind_on_the_way_through_torch(folder: Folder) -> None:
-    """Gloo asks through a prefix, in C++."""
-    store = folder.store(patience=0.1)  # kept: the prefix does not keep the part that is Python's
-    prefixed = PrefixStore("mesh/a", store)
-    prefixed.set("here", "value")
-    assert prefixed.get("here") == folder.store().get("mesh/a/here") == b"value"
-    with pytest.raises(IslandLostError, match="mesh/a/absent"):
-        prefixed.get("absent")
-    folder.store(key=OTHER_KEY).set("mesh/a/forged", "value")
-    with pytest.raises(IslandLostError, match="mesh/a/forged"):
-        prefixed.get("forged")
+def test_who_gives_up_on_others_that_do_not_come_blames_nobody(folder: Folder) -> None:
+    lane = Lane(folder.store(), "a", 0, 2, LOCALHOST, LONG, should_give_up=lambda waited: waited >= 0.1)
+    started = time.monotonic()
+    with pytest.raises(IslandLostError, match="not all have shown where they listen") as caught:
+        MeshExchange(lane)
+    assert caught.value.islands == ()
+    assert time.monotonic() - started < AT_ONCE
 
 
 # Averages of pieces
@@ -278,9 +253,13 @@ def ranks_of(islands: Sequence[Ranges]) -> list[Rank]:
     return [Rank(island, own) for island, ranges in enumerate(islands) for own in ranges]
 
 
-def connect(store: Store, rank: Rank, islands: Sequence[Ranges], key: bytes = b"") -> SegmentedMesh:
-    link_key = LinkKey(key) if key else None
-    lane = Lane(store, "00000001-00", rank.island, len(islands), LOCALHOST, LONG, link_key)
+def connect(
+    store: ValueStore, rank: Rank, islands: Sequence[Ranges], key: bytes = b"", patience: float = LONG
+) -> SegmentedMesh:
+    lane = Lane(
+        *(store, "00000001-00", rank.island, len(islands), LOCALHOST, LONG, LinkKey(key) if key else None),
+        should_give_up=lambda waited: waited >= patience,
+    )
     return SegmentedMesh(lane, rank.own, islands)
 
 
@@ -469,13 +448,13 @@ def test_where_a_piece_has_no_owner_the_others_are_let_go(folder: Folder) -> Non
         if number == 2:
             return
         patience = 4.0 if number == 0 else LONG  # also to connect to those that are there
-        mesh = connect(folder.store(patience), ranks[number], islands)
+        mesh = connect(folder.store(), ranks[number], islands, patience=patience)
         mesh.average(torch.ones(4), [1, 1], FP32)
 
     started = time.monotonic()
     outcomes = try_islands(len(ranks), run)
     assert [type(outcome) for outcome in outcomes] == [IslandLostError, IslandLostError, type(None)]
-    assert "mesh/00000001-00/4" in str(outcomes[0])
+    assert "(00000001-00/4)" in str(outcomes[0])
     assert time.monotonic() - started < AT_ONCE
 
 
@@ -484,8 +463,8 @@ def test_records_of_another_key_are_as_good_as_none(folder: Folder, caplog: pyte
     islands = [ranges_between([0, 10])] * 2
 
     def run(island: int) -> None:
-        store = folder.store(patience=1.0, key=[KEY, OTHER_KEY][island])
-        connect(store, Rank(island, islands[island][0]), islands, [KEY, OTHER_KEY][island])
+        key = [KEY, OTHER_KEY][island]
+        connect(folder.store(key), Rank(island, islands[island][0]), islands, key, patience=1.0)
 
     assert [type(outcome) for outcome in try_islands(2, run)] == [IslandLostError, IslandLostError]
     assert "was not sealed with this run's key" in caplog.text
@@ -494,7 +473,7 @@ def test_records_of_another_key_are_as_good_as_none(folder: Folder, caplog: pyte
 def test_a_run_key_keeps_others_out() -> None:
     """Where the records are not sealed: who connects proves that it holds the key."""
     islands = [ranges_between([0, 10])] * 2
-    shared = HashStore()
+    shared = ValueStore.in_memory()
 
     def run(island: int) -> None:
         connect(shared, Rank(island, islands[island][0]), islands, [KEY, OTHER_KEY][island])
@@ -532,7 +511,7 @@ def test_a_forged_note_of_loss_does_not_hide_the_loss(folder: Folder) -> None:
 
 def in_mesh(keys: Sequence[bytes]) -> list[torch.Tensor | BaseException]:
     """Averages of islands with these keys, or why there are none."""
-    store = HashStore()
+    store = ValueStore.in_memory()
 
     def run(island: int) -> torch.Tensor:
         exchange = MeshExchange(Lane(store, "0", island, len(keys), LOCALHOST, LONG, LinkKey(keys[island])))

@@ -44,7 +44,7 @@ from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.status.check import check_store
 from hf_diloco.status.observer import Observer
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.torch_store import BytesRecord, ValueStore
+from hf_diloco.store.values import BytesRecord, ValueStore
 from hf_diloco.transport import meeting as connecting
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.memory import MemoryNetwork

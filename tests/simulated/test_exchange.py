@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import re
@@ -15,14 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.distributed import HashStore, TCPStore
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.torch_store import RecordStore, ValueStore
+from hf_diloco.store.values import LINKS, ValueStore
 from hf_diloco.transport import base, memory, transfers
 from hf_diloco.transport.base import Exchange, Lane, Traffic, weighted_mean
 from hf_diloco.transport.connections import PROBE_TAG
@@ -32,6 +32,7 @@ from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import count_open, run_islands, try_islands
+from tests.tcp_stores import KeptStore
 
 FP32 = CODECS["fp32"]
 CHUNK = 12  # divisible by 2, 3 and 4
@@ -60,7 +61,7 @@ def in_memory(num_islands: int, timeout: float = LONG) -> Opener:
 
 
 def in_mesh(num_islands: int, timeout: float = LONG) -> Opener:
-    store = HashStore()
+    store = ValueStore.in_memory()
     return lambda island: MeshExchange(Lane(store, "0", island, num_islands, "127.0.0.1", timeout))
 
 
@@ -559,7 +560,7 @@ def test_an_exchange_as_a_whole_has_a_deadline(small_chunks: None) -> None:
 
 def test_who_gives_up_lets_go_of_all_and_says_for_whose_sake(small_chunks: None) -> None:
     """Island 1 hangs; island 0 gives up on it; island 2, whom nothing ails, learns both as soon as it comes."""
-    store = HashStore()
+    store = ValueStore.in_memory()
     timeouts = [3.0, LONG, LONG]  # also to connect
     gave_up, done = threading.Event(), threading.Event()
     held: list[IslandLostError] = []  # as a session holds it while a checkpoint is written
@@ -586,7 +587,7 @@ def test_who_gives_up_lets_go_of_all_and_says_for_whose_sake(small_chunks: None)
 
 
 def test_notes_lead_to_the_island_with_which_it_began() -> None:
-    store = HashStore()
+    store = ValueStore.in_memory()
     notes = [LossNotes(store, "0", island) for island in range(5)]
     assert notes[3].find_first(4, timed_out=False) == 4, "no note: the peer is gone itself"
     assert notes[2].find_first(3, timed_out=False) == 4, "3 left because of 4"
@@ -595,14 +596,14 @@ def test_notes_lead_to_the_island_with_which_it_began() -> None:
 
 
 def test_islands_that_blame_each_other_stay_with_it() -> None:
-    store = HashStore()
+    store = ValueStore.in_memory()
     first, second = LossNotes(store, "0", 0), LossNotes(store, "0", 1)
     assert first.find_first(1, timed_out=False) == 1
     assert second.find_first(0, timed_out=False) == 0
 
 
 def test_who_timed_out_waits_for_a_note() -> None:
-    store = HashStore()
+    store = ValueStore.in_memory()
 
     def run(island: int) -> int:
         if island == 1:
@@ -613,10 +614,11 @@ def test_who_timed_out_waits_for_a_note() -> None:
 
 
 def test_without_the_store_its_keeper_is_lost() -> None:
-    keeper = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    notes = LossNotes(TCPStore("127.0.0.1", keeper.port, wait_for_workers=False), "0", 2)
+    keeper = KeptStore()
+    notes = LossNotes(keeper.client(), "0", 2)
     assert notes.find_first(1, timed_out=False) == 1
     del keeper
+    gc.collect()
     assert notes.find_first(1, timed_out=False) == 0
 
 
@@ -624,8 +626,8 @@ def test_a_log_that_is_out_of_reach_makes_no_island_its_keeper(tmp_path: Path) -
     """Nobody keeps what lies in a folder: the island that is missing here is blamed."""
     folder = tmp_path / "run"
     log = RunLog(ObjectStore(f"file://{folder}"), Seal(b"", "run-1"))
-    store = RecordStore(log, 0.1)
-    notes = [LossNotes(store, "0", island) for island in range(3)]
+    store = ValueStore(log, LINKS)
+    notes = [LossNotes(store, "0", island, keeper=None) for island in range(3)]
     assert notes[1].find_first(2, timed_out=False) == 2
     assert notes[0].find_first(1, timed_out=False) == 2, "1 left because of 2"
     shutil.rmtree(folder)
@@ -633,24 +635,22 @@ def test_a_log_that_is_out_of_reach_makes_no_island_its_keeper(tmp_path: Path) -
     assert notes[0].find_first(1, timed_out=False) == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "timed_out", "expected"), [(ValueStore, True, 0), (ValueStore, False, 1), (RecordStore, True, 1)]
-)
+@pytest.mark.parametrize(("keeper", "timed_out", "expected"), [(0, True, 0), (0, False, 1), (None, True, 1)])
 def test_a_slow_store_does_not_stand_for_the_island_that_is_lost(
-    kind: type[RecordStore], timed_out: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    keeper: int | None, timed_out: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where all is silent its keeper may stand still. A connection that broke, broke at the peer."""
     answers = threading.Event()
-    store = kind(RunLog(ObjectStore("memory://slow"), Seal(b"", "run-1")), 0.1)
-    monkeypatch.setattr(kind, "set", lambda *_: answers.wait(LONG))
+    store = ValueStore.in_memory()
+    monkeypatch.setattr(ValueStore, "set", lambda *_: answers.wait(LONG))
     monkeypatch.setattr(transfers, "NOTE_SECONDS", 0.1)
-    assert LossNotes(store, "0", 2).find_first(1, timed_out=timed_out) == expected
+    assert LossNotes(store, "0", 2, keeper=keeper).find_first(1, timed_out=timed_out) == expected
     answers.set()
 
 
 def test_a_mesh_whose_islands_do_not_all_come_says_so() -> None:
     with pytest.raises(IslandLostError, match=r"could not connect.*within 0.5 s.*127\.0\.0\.1.*bind_address"):
-        MeshExchange(Lane(HashStore(), "0", 0, 2, "127.0.0.1", 0.5))
+        MeshExchange(Lane(ValueStore.in_memory(), "0", 0, 2, "127.0.0.1", 0.5))
 
 
 def assert_nothing_left_open(before: tuple[int, int]) -> None:
@@ -689,7 +689,7 @@ def test_fifty_meshes_leave_nothing_open() -> None:
 
 
 def test_who_waits_for_one_that_hangs_in_an_exchange_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    store, has_said = HashStore(), threading.Event()
+    store, has_said = ValueStore.in_memory(), threading.Event()
     notes = WaitNotes(0, first=0.1)
 
     class Said(logging.Handler):

@@ -30,7 +30,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import MAX_STEPS
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.trainer.gossip_start import make_fingerprint
 from hf_diloco.utils.threads import call_within
 from hf_diloco.utils.waiting import WaitNotes

@@ -18,7 +18,7 @@ from hf_diloco.gossip.mesh.average import MAX_ATTEMPTS, GroupAverage
 from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Lane, RateLimit, Traffic
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.utils.waiting import WaitNotes

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport import messages, transfers
 from hf_diloco.transport.base import Exchange, Lane, RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
@@ -30,7 +30,7 @@ def in_memory(num_islands: int) -> Opener:
 
 
 def in_mesh(num_islands: int, num_connections: int = 1, rate: float | None = None) -> Callable[[int], MeshExchange]:
-    store = HashStore()
+    store = ValueStore.in_memory()
     return lambda island: MeshExchange(
         Lane(
             store,

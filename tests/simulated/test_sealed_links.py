@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch.distributed import HashStore
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -23,7 +22,7 @@ from hf_diloco.methods.topology import make_topology
 from hf_diloco.sealing.channel import OVERHEAD, Agreement, Channel
 from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections, Sealer
@@ -52,7 +51,7 @@ def make_values(island: int, size: int) -> torch.Tensor:
 
 def averages(num_islands: int, key: LinkKey | None, payload: str, connections: int) -> list[list[torch.Tensor]]:
     """What each island has after each of two exchanges."""
-    store, size = HashStore(), 300_001
+    store, size = ValueStore.in_memory(), 300_001
 
     def run(island: int) -> list[torch.Tensor]:
         mesh = MeshExchange(Lane(store, "0", island, num_islands, LOCALHOST, LONG, key, num_connections=connections))
@@ -79,7 +78,7 @@ def test_a_key_changes_no_bit_of_what_is_averaged(
 
 
 def test_broadcasts_and_messages_are_sealed_too() -> None:
-    store = HashStore()
+    store = ValueStore.in_memory()
 
     def run(island: int) -> tuple[torch.Tensor, dict[int, bytes]]:
         heard = threading.Event()
@@ -134,7 +133,7 @@ class Wire:
 @pytest.mark.parametrize("payload", ["fp32", "int8"])
 def test_the_wire_carries_ciphertext_alone(monkeypatch: pytest.MonkeyPatch, payload: str) -> None:
     wire = Wire(monkeypatch)
-    store, values = HashStore(), torch.arange(4096, dtype=torch.float32)
+    store, values = ValueStore.in_memory(), torch.arange(4096, dtype=torch.float32)
     code = torch.empty(CODECS[payload].num_bytes(values.numel()), dtype=torch.uint8)
     CODECS[payload].encode(values, code)
 
@@ -159,7 +158,7 @@ def exchanges_under(
     attack: Callable[[int, int, torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch, encrypt: bool
 ) -> list[object]:
     """What island 0 gets of island 1's three exchanges; `attack` sees each message and says what arrives instead."""
-    seal, store = Sealer.seal, HashStore()
+    seal, store = Sealer.seal, ValueStore.in_memory()
 
     def attacked(self: Sealer, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
         wires = seal(self, part, end, tag, transfers)
@@ -305,7 +304,7 @@ def test_a_connection_without_proof_is_refused(
         return bytes(32) if is_wrong else answer
 
     monkeypatch.setattr(Agreement, "confirm", wrong)
-    store = HashStore()
+    store = ValueStore.in_memory()
 
     def run(end: int) -> None:
         Connections(Lane(store, "0", end, 2, LOCALHOST, LONG, KEY, num_connections=num_connections))
@@ -318,7 +317,7 @@ def test_a_connection_without_proof_is_refused(
 @pytest.mark.usefixtures("impatient")
 def test_an_end_whose_addresses_are_altered_on_their_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They follow the proof of the key, and Gloo would connect to whatever they say."""
-    seal, store = Channel.seal, HashStore()
+    seal, store = Channel.seal, ValueStore.in_memory()
 
     def altered(channel: Channel, place: tuple[int, int], message: bytes) -> bytes:
         first, *rest = seal(channel, place, message)
@@ -348,7 +347,7 @@ def test_a_node_takes_nothing_from_another_that_holds_another_key() -> None:
     ],
 )
 def test_an_end_in_another_mode_is_named_at_once(other: LinkKey | None, told: str) -> None:
-    store = HashStore()
+    store = ValueStore.in_memory()
     outcomes = try_islands(
         2, lambda end: Connections(Lane(store, "0", end, 2, LOCALHOST, LONG, other if end else KEY))
     )
@@ -372,7 +371,7 @@ def test_an_end_of_another_version_is_named_at_once(
     monkeypatch: pytest.MonkeyPatch, key: LinkKey | None, place: str, shown: bytes, told: str
 ) -> None:
     monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.1)
-    store = HashStore()
+    store = ValueStore.in_memory()
     store.set(f"mesh/0/{place}", shown.decode())
     with pytest.raises(RendezvousError, match="install the same version on all") as caught:
         Connections(Lane(store, "0", 0, 2, LOCALHOST, LONG, key))
@@ -381,7 +380,7 @@ def test_an_end_of_another_version_is_named_at_once(
 
 def test_who_does_not_come_is_lost() -> None:
     with pytest.raises(IslandLostError, match="did not show where to connect") as caught:
-        Connections(Lane(HashStore(), "0", 0, 2, LOCALHOST, 0.5, KEY))
+        Connections(Lane(ValueStore.in_memory(), "0", 0, 2, LOCALHOST, 0.5, KEY))
     assert caught.value.islands == (1,)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import DistStoreError
 
 from hf_diloco.codecs import Codec
 from hf_diloco.codecs.int8 import Int8Codec
@@ -29,6 +28,7 @@ from hf_diloco.errors import (
     IslandLostError,
     RendezvousError,
     StopRequested,
+    StoreError,
 )
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
@@ -824,7 +824,7 @@ def test_a_rendezvous_that_goes_while_islands_join_is_told(tmp_path: Path) -> No
             return getattr(run.store, name)
 
         def find_all(self, keys: list[str]) -> dict[str, bytes]:
-            raise DistStoreError("nobody listens there")
+            raise StoreError("nobody listens there")
 
     transport = run.transport(1)
     transport.store = Gone()  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.open import open_session
 from hf_diloco.store.rendezvous import StoreHost
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from tests.islands import Beside, interrupted_after, run_islands, try_islands

@@ -8,7 +8,7 @@ from hf_diloco.errors import IslandLostError, StoreError
 from hf_diloco.gossip.mesh.exchange import SILENCE_SECONDS, StragglerTimeout
 from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.records import Record
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import StillClock
 

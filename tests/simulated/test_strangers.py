@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch.distributed import HashStore, ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.sealing.identity import Roster, Signer
 from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections
@@ -40,6 +40,7 @@ from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
 from tests.islands import try_islands
 from tests.strangers import Attack, say
+from tests.tcp_stores import await_value
 
 KEY, OTHER_KEY = LinkKey(b"0123456789abcdef"), LinkKey(b"fedcba9876543210")
 PRIVATE = [Ed25519PrivateKey.generate() for _ in range(4)]
@@ -60,6 +61,11 @@ def framed(message: bytes) -> bytes:
     return len(message).to_bytes(4, "big") + message
 
 
+def place_of(store: ValueStore, lane: str, end: int = 0) -> dict[str, Any]:
+    """Where an end listens, once it has shown that."""
+    return dict(json.loads(await_value(store, f"mesh/{lane}/at/{end}")))
+
+
 def garbage(count: int) -> bytes:
     """Of a length that is too much to say, and of one that is not."""
     data = random.Random(count).randbytes(100)
@@ -72,7 +78,7 @@ NO_PROOFS = [framed(bytes(32)), framed(bytes(32))[:20], framed(bytes(16)) * 2]
 
 def recorded(lane: str) -> bytes:
     """All that the calling end said in an earlier meeting of the same name and key."""
-    heard, store = bytearray(), HashStore()
+    heard, store = bytearray(), ValueStore.in_memory()
     relay = socket.create_server((LOCALHOST, 0))
 
     def pump(source: socket.socket, sink: socket.socket, kept: bytearray) -> None:
@@ -83,7 +89,7 @@ def recorded(lane: str) -> bytes:
 
     def forward() -> None:
         client, _ = relay.accept()
-        place = json.loads(store.get(f"mesh/{lane}/at/0"))
+        place = place_of(store, lane)
         server = socket.create_connection((place["host"], place["port"]))
         threading.Thread(target=pump, args=(server, client, bytearray()), daemon=True).start()
         pump(client, server, heard)
@@ -94,9 +100,9 @@ def recorded(lane: str) -> bytes:
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
 
-        def get(self, key: str) -> bytes:
-            shown = store.get(key)
-            return json.dumps({**json.loads(shown), "port": relay.getsockname()[1]}).encode()
+        def wait(self, keys: list[str], *more: Any) -> dict[str, bytes]:
+            shown, port = store.wait(keys, *more), relay.getsockname()[1]
+            return {key: json.dumps({**json.loads(value), "port": port}).encode() for key, value in shown.items()}
 
     threading.Thread(target=forward, daemon=True).start()
 
@@ -164,8 +170,7 @@ def exchange_under(
         nonlocal most
         strangers = []
         if island:
-            store.wait([f"mesh/{lane}/at/0"])
-            place = json.loads(store.get(f"mesh/{lane}/at/0"))
+            place = place_of(store, lane)
             strangers = attack((place["host"], place["port"]), number)
             if sys.platform == "linux":
                 most = len(os.listdir("/proc/self/fd")) - lowest - len(strangers)
@@ -226,17 +231,16 @@ def test_who_has_another_key_cannot_take_an_ends_place(
     ends: list[LinkKey], impostors: LinkKey, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It calls first, under the number of an end that comes later."""
-    store = HashStore()
+    store = ValueStore.in_memory()
 
     def run(island: int) -> torch.Tensor:
         if island == 2:
-            store.wait(["mesh/lane/at/0"])
-            impostor = HashStore()
+            shown, impostor = await_value(store, "mesh/lane/at/0"), ValueStore.in_memory()
             for end in (0, 1):
-                impostor.set(f"mesh/lane/at/{end}", store.get("mesh/lane/at/0").decode())
+                impostor.set(f"mesh/lane/at/{end}", shown)
             MeshExchange(Lane(impostor, "lane", 1, 2, LOCALHOST, 2.0, impostors))
         if island == 1:
-            store.wait(["mesh/lane/at/0"])
+            await_value(store, "mesh/lane/at/0")
             time.sleep(1)
         mesh = MeshExchange(Lane(store, "lane", island, 2, LOCALHOST, LONG, ends[island]))
         values = torch.full((10,), float(island))
@@ -255,13 +259,12 @@ def test_who_has_another_key_cannot_take_an_ends_place(
 
 def test_the_last_call_of_an_end_counts_until_all_have_met() -> None:
     """An earlier one is closed, and a later one, such as one whose connection was slow, hears nothing."""
-    store, all_have = HashStore(), threading.Barrier(2)
+    store, all_have = ValueStore.in_memory(), threading.Barrier(2)
 
     def run(island: int) -> None:
         said = hello(LANE)
         if island:
-            store.wait([f"mesh/{LANE}/at/0"])
-            place = json.loads(store.get(f"mesh/{LANE}/at/0"))
+            place = place_of(store, LANE)
             early, late = (socket.create_connection((place["host"], place["port"]), LONG) for _ in range(2))
             early.sendall(said)
             late.sendall(said[:30])
@@ -283,7 +286,12 @@ def test_the_last_call_of_an_end_counts_until_all_have_met() -> None:
 
 def test_ends_are_looked_for_until_they_have_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """End 1 no more, while end 2, at which both others look, has not called yet."""
-    looks, store, connect, all_have = Counter[int](), HashStore(), asyncio.open_connection, threading.Barrier(3)
+    looks, store, connect, all_have = (
+        Counter[int](),
+        ValueStore.in_memory(),
+        asyncio.open_connection,
+        threading.Barrier(3),
+    )
 
     async def noted(host: str, port: int, **more: Any) -> Any:
         looks[port] += 1
@@ -295,13 +303,13 @@ def test_ends_are_looked_for_until_they_have_connected(monkeypatch: pytest.Monke
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
 
-        def get(self, key: str) -> bytes:
-            first, second = (json.loads(store.get(f"mesh/{LANE}/at/{end}"))["port"] for end in (1, 2))
+        def wait(self, keys: list[str], *more: Any) -> dict[str, bytes]:
+            first, second = (place_of(store, LANE, end)["port"] for end in (1, 2))
             deadline = time.monotonic() + LONG
             while looks[second] < 3 * looks[first] + 10 and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert looks[second] >= 3 * looks[first] + 10
-            return store.get(key)
+            return store.wait(keys, *more)
 
     def run(end: int) -> None:
         seen: Any = Late() if end == 2 else store
@@ -318,7 +326,7 @@ def test_an_end_that_cannot_be_reached_is_waited_for(
 ) -> None:
     """Until the deadline: it may yet call."""
     monkeypatch.setattr(meeting, "_WATCH_SECONDS", 0.02)
-    store = HashStore()
+    store = ValueStore.in_memory()
     shown = {"version": meeting.VERSION, "way": "without a key", "host": "255.255.255.255", "port": 9}
     store.set(f"mesh/{LANE}/at/1", json.dumps(shown))
     with pytest.raises(IslandLostError, match="island 1 did not connect") as caught:
@@ -338,7 +346,7 @@ def test_a_place_that_leads_nowhere_is_told_long_before_the_deadline(
 ) -> None:
     monkeypatch.setattr(meeting, "UNREACHABLE_SECONDS", 0.2)
     monkeypatch.setattr(meeting, "_WATCH_SECONDS", 0.02)
-    store = HashStore()
+    store = ValueStore.in_memory()
     shown = {"version": meeting.VERSION, "way": "without a key", "host": "255.255.255.255", "port": 9}
     store.set(f"mesh/{LANE}/at/{other}", json.dumps(shown))
     with pytest.raises(IslandLostError, match=f"island {other} did not connect"):
@@ -350,7 +358,7 @@ def test_a_place_that_leads_nowhere_is_told_long_before_the_deadline(
 
 
 def test_an_end_that_breaks_off_while_gloo_connects_is_lost() -> None:
-    store, all_have = HashStore(), threading.Barrier(2)
+    store, all_have = ValueStore.in_memory(), threading.Barrier(2)
 
     def run(island: int) -> None:
         with Meeting(Lane(store, LANE, island, 2, LOCALHOST, LONG), Deadline(LONG)) as one:

@@ -28,7 +28,7 @@ from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbour
 from hf_diloco.methods.gossip import SwarmSGD, make_optimizer
 from hf_diloco.methods.topology import RandomMatching, Topology, make_topology
 from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from tests.islands import run_islands
 
 pytestmark = pytest.mark.usefixtures("one_thread")

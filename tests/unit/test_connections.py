@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.distributed import HashStore, Store
 
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
@@ -21,7 +20,7 @@ from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.torch_store import RecordStore
+from hf_diloco.store.values import LINKS, ValueStore
 from hf_diloco.transport import connections
 from hf_diloco.transport.base import Exchange, Lane, RateLimit
 from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections
@@ -39,24 +38,24 @@ LOCALHOST = "127.0.0.1"
 FP32 = CODECS["fp32"]
 
 
-def tcp_store() -> Callable[[], Store]:
+def tcp_store() -> Callable[[], ValueStore]:
     host = KeptStore()
     return lambda: host.client()
 
 
-def hash_store() -> Callable[[], Store]:
-    store = HashStore()
+def shared_store() -> Callable[[], ValueStore]:
+    store = ValueStore.in_memory()
     return lambda: store
 
 
-def record_store() -> Callable[[], Store]:
+def links_in_a_log() -> Callable[[], ValueStore]:
     url = f"memory://{uuid.uuid4().hex}"
-    return lambda: RecordStore(RunLog(ObjectStore(url), Seal(KEY, "run-1")), patience=LONG)
+    return lambda: ValueStore(RunLog(ObjectStore(url), Seal(KEY, "run-1")), LINKS)
 
 
 def joined(num_ends: int, num_connections: int, talk: Callable[[int, Connections], object]) -> list[object]:
     """What `talk` returns or raises at each end of fresh connections, all of which stay open until all have ended."""
-    store = HashStore()
+    store = ValueStore.in_memory()
     connected, ended = threading.Barrier(num_ends), threading.Barrier(num_ends)
 
     def run(end: int) -> object:
@@ -78,8 +77,8 @@ def make_values(island: int, size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(island))
 
 
-@pytest.mark.parametrize("make_store", [tcp_store, hash_store, record_store])
-def test_islands_connect_through_every_store(make_store: Callable[[], Callable[[], Store]]) -> None:
+@pytest.mark.parametrize("make_store", [tcp_store, shared_store, links_in_a_log])
+def test_islands_connect_through_every_store(make_store: Callable[[], Callable[[], ValueStore]]) -> None:
     """Groups are set up at the same time, and wait for each other's keys in one store."""
     get_store = make_store()
     size = 1_500_000
@@ -104,7 +103,7 @@ def test_islands_connect_through_every_store(make_store: Callable[[], Callable[[
 
 
 def test_an_end_that_met_and_does_not_connect_is_given_up_in_time() -> None:
-    store, given_up = HashStore(), threading.Event()
+    store, given_up = ValueStore.in_memory(), threading.Event()
 
     def run(end: int) -> None:
         if end:
@@ -124,7 +123,7 @@ def test_an_end_that_met_and_does_not_connect_is_given_up_in_time() -> None:
 
 def test_an_end_that_goes_away_while_they_connect_is_not_waited_for() -> None:
     """Nor does the message speak of the time that was left."""
-    store = HashStore()
+    store = ValueStore.in_memory()
 
     def run(end: int) -> None:
         lane = Lane(store, "0", end, 2, LOCALHOST, LONG)
@@ -142,7 +141,7 @@ def test_an_end_that_goes_away_while_they_connect_is_not_waited_for() -> None:
 def test_an_address_that_this_machine_has_not_is_told() -> None:
     """As that of a VPN that is down for a moment: no other island is to blame."""
     with pytest.raises(IslandLostError, match=r"island 1 cannot listen on 192\.0\.2\.1 .*check bind_address") as told:
-        Connections(Lane(HashStore(), "0", 1, 2, "192.0.2.1", LONG))
+        Connections(Lane(ValueStore.in_memory(), "0", 1, 2, "192.0.2.1", LONG))
     assert told.value.islands == (1,)
 
 
@@ -255,7 +254,7 @@ def test_all_are_closed() -> None:
 
 @pytest.mark.parametrize("what", ["average", "broadcast"])
 def test_a_limit_that_cannot_be_kept_in_time_is_refused_before_anything_is_sent(what: str) -> None:
-    store = HashStore()
+    store = ValueStore.in_memory()
     size = 1_000_000
 
     def run(island: int) -> None:
@@ -285,7 +284,7 @@ def test_a_limit_that_cannot_be_kept_in_time_is_refused_before_anything_is_sent(
 
 def test_lanes_share_a_limit() -> None:
     """What is taken for one lane is not there for the other."""
-    stores = [HashStore() for _ in range(2)]
+    stores = [ValueStore.in_memory() for _ in range(2)]
     rate, size = 2e6, 100_000
 
     def run(island: int) -> float:

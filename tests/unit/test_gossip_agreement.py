@@ -13,7 +13,7 @@ from hf_diloco.gossip.mesh.entry import Answers, Proposals
 from hf_diloco.gossip.mesh.joining import Discovery
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 
 ASKING, ASKED = 0, 1
 MAX_GAP = 5

@@ -7,7 +7,7 @@ import time
 
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.gossip.records import Record
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from tests.clocks import LONG
 
 PUTTING = "hf-diloco-put"

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch.distributed import HashStore
 
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.transfers import Deadline, Transfers
@@ -46,7 +46,7 @@ def listeners() -> set[tuple[str, int]]:
 
 
 def test_gloo_answers_nobody_once_all_are_connected_and_transfers_go_on() -> None:
-    store, before = HashStore(), listeners()
+    store, before = ValueStore.in_memory(), listeners()
 
     def island(number: int) -> float:
         links = Connections(Lane(store, "lane", number, 3, LOCALHOST, 30, num_connections=2))
@@ -178,17 +178,17 @@ def limits() -> Iterator[None]:
 
 WITHOUT_FILES = """
 import os, resource
-from torch.distributed import HashStore
 from hf_diloco.errors import IslandLostError
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections
-before = resource.getrlimit(resource.RLIMIT_NOFILE)
+before, store = resource.getrlimit(resource.RLIMIT_NOFILE), ValueStore.in_memory()
 for num_left in range(4):  # not even a socket; a socket, and nothing for the thread's loop
     first_free = os.open(os.devnull, os.O_RDONLY)
     os.close(first_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + num_left, before[1]))
     try:
-        Connections(Lane(HashStore(), "lane", 0, 2, "127.0.0.1", 1000.0))
+        Connections(Lane(store, "lane", 0, 2, "127.0.0.1", 1000.0))
     except IslandLostError as error:
         print(error)
     finally:

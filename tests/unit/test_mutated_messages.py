@@ -20,8 +20,9 @@ from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.torch_store import BytesRecord
+from hf_diloco.store.values import BytesRecord, ValueStore
 from hf_diloco.transport import meeting
+from hf_diloco.transport.base import Lane
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.utils.public_keys import show_public
 
@@ -114,7 +115,8 @@ def greetings() -> Target:
     hellos = [meeting._HELLO.pack(meeting._MAGIC, meeting._digest(lane), own, called) for lane, own, called in calls]
     meetings = [Meeting.__new__(Meeting) for _ in calls]  # without a port
     for one, (lane, own, called) in zip(meetings, calls, strict=True):
-        one._name, one._own, one._peers = lane, called, [own]
+        one._lane = Lane(ValueStore.in_memory(), lane, called, 4, "127.0.0.1", 1.0)
+        one._own, one._peers = called, [own]
     return Target(hellos, lambda at, data: meetings[at]._identify(data), refusals=(ValueError,))
 
 

@@ -17,7 +17,7 @@ from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.published import Published, VersionedBuffer
 from hf_diloco.methods.topology import make_topology
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Traffic
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands, try_islands

@@ -18,7 +18,7 @@ from hf_diloco.membership import all_gather
 from hf_diloco.membership.round_records import Attempt, offer_path
 from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from tests.fixed_runs import CountingObjects, Jittery, convene, offer_of, unanimity, vote
 from tests.islands import run_islands, try_islands

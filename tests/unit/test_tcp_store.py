@@ -11,14 +11,12 @@ import threading
 import time
 import tracemalloc
 from contextlib import ExitStack
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from torch.distributed import DistStoreError, PrefixStore
 
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError, StoreFullError
@@ -30,7 +28,7 @@ from hf_diloco.store.credentials import Credentials, find_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import StoreHost, url_of
 from hf_diloco.store.signing import MEETING
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.urls import split_tcp_url
 from tests.clocks import AT_ONCE, LONG
@@ -77,18 +75,14 @@ def test_values_are_there_for_those_who_hold_the_key(port: Port, key: bytes, enc
     here, there = enter(port, 0, key, encrypt=encrypt), enter(port, 1, key, encrypt=encrypt)
     here.set("a", "one")
     there.set("b", b"\x00\xff")
-    assert (there.get("a"), here.get("b")) == (b"one", b"\x00\xff")
-    assert here.compare_set("first", "", "mine") == there.compare_set("first", "", "theirs") == b"mine"
+    assert (there.find("a"), here.find("b")) == (b"one", b"\x00\xff")
+    assert here.create("first", "mine") == there.create("first", "theirs") == b"mine"
     assert [here.add("n", 1), there.add("n", 2), here.add("n", 0), here.add("none", 0)] == [1, 3, 3, 0]
-    assert (here.check(["a", "b"]), here.check(["a", "c"])) == (True, False)
+    assert here.find_all(["a", "b", "c"]) == {"a": b"one", "b": b"\x00\xff"}
     assert (base64.b64encode(b"one") in bytes_at(port.bare, "a")) == (not key or not encrypt)
-    there.delete_key("a")
-    assert not here.check(["a"])
-    assert here.compare_set("a", "", "again") == b"again"
-    below = PrefixStore("training-2", here)
-    below.set("a", "two")
-    assert (below.get("a"), below.compare_set("a", "", "three"), below.add("n", 5)) == (b"two", b"two", 5)
-    assert below.check(["a"])
+    there.remove("a")
+    assert here.find("a") is None
+    assert here.create("a", "again") == b"again"
 
 
 def test_what_strangers_write_is_as_good_as_absent(port: Port, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,11 +90,11 @@ def test_what_strangers_write_is_as_good_as_absent(port: Port, caplog: pytest.Lo
     store.set("good", "good")
     for key, forged in (("a", b"made up"), ("b", bytes_at(bare, "good")), ("n", b"7"), ("large", b"x" * (5 << 20))):
         bare.put(f"values/{key}.json", forged)
-        assert not store.check([key])
+        assert store.find(key) is None
     assert store.add("n", 1) == 1
-    assert store.compare_set("a", "", "mine") == b"mine"
-    assert store.get("a") == b"mine"
-    assert store.compare_set("large", "", "small") == store.get("large") == b"small"
+    assert store.create("a", "mine") == b"mine"
+    assert store.find("a") == b"mine"
+    assert store.create("large", "small") == store.find("large") == b"small"
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert sum("values/b.json was not sealed with this run's key for this place" in text for text in warnings) == 1
 
@@ -110,7 +104,7 @@ def test_islands_that_replace_the_same_forged_value_agree(port: Port) -> None:
     for number in range(20):
         bare.put(f"values/{number}.json", b"made up")
         key = str(number)
-        found = run_islands(3, lambda island: stores[island].compare_set(key, "", f"of {island}"))  # noqa: B023
+        found = run_islands(3, lambda island: stores[island].create(key, f"of {island}"))  # noqa: B023
         assert len(set(found)) == 1
 
 
@@ -120,7 +114,7 @@ def test_no_proxy_is_asked(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     stores = [enter(port, island) for island in range(2)]
     stores[0].set("a", "1")
-    assert stores[1].get("a") == b"1"
+    assert stores[1].find("a") == b"1"
     assert [path for path, _ in port.bare.list("values")] == ["values/a.json"]
     assert len(port.bare.get_range("values/a.json", 0, 10)) == 10
 
@@ -146,23 +140,20 @@ def test_records_of_an_earlier_run_do_not_open_in_this_one(port: Port) -> None:
     gc.collect()
     second = enter(port, 0)
     port.bare.put("values/claim/1.json", earlier)
-    assert not second.check(["claim/1"]), "another run begins in the same place"
+    assert second.find("claim/1") is None, "another run begins in the same place"
 
 
 def test_a_wait_ends_when_the_value_is_there_or_the_time_over(port: Port) -> None:
     stores = [enter(port, island) for island in range(2)]
 
-    def run(island: int) -> bytes:
-        if island:
-            stores[1].wait(["a", "b"])
-            return stores[1].get("b")
-        stores[0].set("a", "1")
-        stores[0].set("b", "2")
-        return b"2"
+    def run(island: int) -> dict[str, bytes]:
+        if not island:
+            stores[0].set("a", "1")
+            stores[0].set("b", "2")
+        return stores[island].wait(["a", "b"], LONG)
 
-    assert run_islands(2, run) == [b"2", b"2"]
-    with pytest.raises(DistStoreError, match="not all have come"):
-        stores[0].wait(["none"], timedelta(seconds=0.2))
+    assert run_islands(2, run) == [{"a": b"1", "b": b"2"}] * 2
+    assert stores[0].wait(["a", "none"], 0.2) == {"a": b"1"}
 
 
 def test_who_keeps_it_takes_it_along(port: Port) -> None:
@@ -171,8 +162,8 @@ def test_who_keeps_it_takes_it_along(port: Port) -> None:
     del stores[0]
     gc.collect()
     started = time.monotonic()
-    with pytest.raises(DistStoreError, match=r"\(nobody listens there\): who keeps it has ended"):
-        stores[0].get("a")
+    with pytest.raises(StoreError, match=r"\(nobody listens there\): who keeps it has ended"):
+        stores[0].find("a")
     assert time.monotonic() - started < AT_ONCE
 
 
@@ -293,7 +284,7 @@ def test_what_it_keeps_is_limited(port: Port, monkeypatch: pytest.MonkeyPatch) -
         ("more", 8_000),
         *bare.list("values"),
     ]
-    assert store.get("a") == b"1"
+    assert store.find("a") == b"1"
     bare.delete(["more"])
     for count in range(10):
         bare.put(f"empty/{count}", b"")
@@ -392,5 +383,5 @@ def test_a_store_of_one_process_alone_lasts_as_long_as_it_is_used() -> None:
     before = set(backends._memory)
     store = ValueStore.in_memory()
     store.set("key", "value")
-    assert store.get("key") == b"value"
+    assert store.find("key") == b"value"
     assert set(backends._memory) == before

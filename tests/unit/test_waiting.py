@@ -22,7 +22,7 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.tcp_store import Rendezvous, meet
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.text import name_all
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG, StillClock, wait_until

@@ -25,7 +25,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report import Run, load_run
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.trainer.callback import DiLoCoCallback
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport

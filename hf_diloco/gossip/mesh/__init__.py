@@ -28,7 +28,7 @@ from hf_diloco.gossip.records import Record
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import RateLimit, Traffic
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import WaitNotes

@@ -15,7 +15,7 @@ from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError, damage
 from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing.channel import Parties
 from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Lane, RateLimit, Traffic
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.transfers import Deadline, Transfers
@@ -55,13 +55,13 @@ class Endpoint:
             meanwhile: called now and then while others are waited for; what it raises ends that.
         """
 
-        def look() -> bool:
+        def look(_: float) -> bool:
             if meanwhile:
                 meanwhile()
             return False
 
         return Lane(
-            self.store.waiting(timeout, look),
+            self.store,
             name,
             members.index(self.node),
             len(members),
@@ -70,6 +70,7 @@ class Endpoint:
             self.key,
             rate_limit=self.rate_limit,
             parties=Parties(tuple(members), "node"),
+            should_give_up=look,
         )
 
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from torch.distributed import DistStoreError
-
 from hf_diloco.errors import DiLoCoError, IslandLostError, StoreError
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
-from hf_diloco.store.torch_store import ValueStore
+from hf_diloco.store.values import ValueStore
 
 T = TypeVar("T")
 
@@ -82,7 +80,7 @@ class Board:
     def put_first(self, key: str, record: Record) -> None:
         """Shows a record under `key` unless there is one; of several who try, one succeeds."""
         packed = pack_record(key, record).decode()
-        self._ask(lambda: self._store.compare_set(self._path(key), "", packed))
+        self._ask(lambda: self._store.create(self._path(key), packed))
 
     def read(self, key: str, node: int = KEEPER) -> Record | None:
         """The record under `key`; None if there is none.
@@ -99,12 +97,11 @@ class Board:
 
     def has(self, key: str) -> bool:
         """Whether there is a record under `key`."""
-        path = self._path(key)
-        return self._ask(lambda: self._store.check([path]))
+        return self._ask(lambda: self._store.find(self._path(key))) is not None
 
     def remove(self, key: str) -> None:
         """Takes a record away, if there is one."""
-        self._ask(lambda: self._store.delete_key(self._path(key)))
+        self._ask(lambda: self._store.remove(self._path(key)))
 
     def count(self, key: str, more: int = 0) -> int:
         """Adds to a number, from 0, which all can; returns the sum."""
@@ -130,7 +127,7 @@ class Board:
             meanwhile(missing)
             await_news()
 
-    def news(self) -> Callable[[], None]:
+    def news(self) -> Callable[[], object]:
         """See `ValueStore.news`; of any record of the mesh."""
         wait = self._store.news(self.name)
         return lambda: self._ask(wait)
@@ -148,7 +145,7 @@ def asking() -> Iterator[None]:
     """Where the store does not answer inside, that is an `IslandLostError`."""
     try:
         yield
-    except (DistStoreError, StoreError):
+    except StoreError:
         raise store_is_gone() from None
 
 
