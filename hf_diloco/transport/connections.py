@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from queue import Empty
+from queue import Empty, SimpleQueue
 
 import torch
 import xxhash
@@ -30,7 +30,7 @@ from hf_diloco.sealing.channel import OVERHEAD, Channel
 from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.meeting import Meeting
-from hf_diloco.transport.transfers import Deadline, Transfers, Waiter, Work, reason
+from hf_diloco.transport.transfers import Deadline, Failure, Transfers, Waiter, Work, reason
 from hf_diloco.utils.listening import GlooListener
 from hf_diloco.utils.threads import call_within, outlive_gloo
 
@@ -85,7 +85,8 @@ class Connections:
             except OSError as error:  # of this end's own, which `__cause__` tells
                 raise _not_listening(error, lane) from error.with_traceback(None)
             self._sealer = Sealer(meeting.channels) if lane.key else None
-        self._waiter = Waiter()
+        self._waiter = Waiter("hf-diloco-transfers")
+        self._results: SimpleQueue[Failure | None] = SimpleQueue()
 
     @property
     def is_sealed(self) -> bool:
@@ -211,11 +212,11 @@ class Connections:
         )
 
     def _wait(self, works: list[Work], deadline: Deadline, meanwhile: Callable[[], None] | None) -> None:
-        self._waiter.start(works, deadline)
+        self._waiter.start(works, deadline, self._results.put)
         suspect: int | None = None
         while True:
             try:
-                failure = self._waiter.result(PROBE_SECONDS)
+                failure = self._results.get(timeout=PROBE_SECONDS)
             except Empty:
                 position = self._waiter.position
                 if position == suspect:

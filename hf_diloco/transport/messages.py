@@ -13,12 +13,8 @@ needs it looks for it elsewhere.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -27,14 +23,14 @@ import xxhash
 from hf_diloco.errors import ExchangeError
 from hf_diloco.sealing.channel import OVERHEAD, Channel
 from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.transfers import Transfers, Work
+from hf_diloco.transport.transfers import Deadline, Failure, Transfers, Waiter
 
 MAX_FRAME_BYTES = 1 << 16
 FIRST_TAG = 1 << 30
 """Of the first message; transfers of values are tagged from 1 and never get so far."""
 _CHECKSUM_BYTES, _LENGTH_BYTES = 8, 4
 _HEADER_BYTES = _CHECKSUM_BYTES + _LENGTH_BYTES
-_FOREVER = timedelta(days=365)  # Gloo closes the connection when it gives up; who waits has a deadline of its own
+_FOREVER = 365 * 86400.0  # Gloo closes the connection when it gives up; who waits has a deadline of its own
 
 
 class _Expected(NamedTuple):
@@ -58,7 +54,7 @@ class Messages:
         self._tag = FIRST_TAG
         self._expected: dict[int, _Expected] = {}
         self._heard: dict[int, bytes] = {}
-        self._listener: _Listener | None = None
+        self._listener: Waiter | None = None
 
     def send(self, message: bytes, notify: Callable[[], None]) -> bool:
         """Sends `message` to all; from now on `heard` tells what they send with their call of the same number.
@@ -72,7 +68,7 @@ class Messages:
         """
         if not self._links.groups:
             return False
-        self._listener = self._listener or _Listener()
+        self._listener = self._listener or Waiter("hf-diloco-messages")
         if not self._expected:
             self._expect()
         tag, expected, self._heard = self._tag, self._expected, {}
@@ -85,8 +81,8 @@ class Messages:
         self._tag += 1
         self._expect()
         for peer, (received, transfers) in expected.items():
-            unpack = partial(_unpack, tag=tag, channel=self._links.channel(peer, tag))
-            self._listener.hear(_Wanted(transfers.works, peer, received, self._heard, notify, unpack))
+            take = partial(_take, received, tag, self._links.channel(peer, tag), peer, self._heard, notify)
+            self._listener.start(transfers.works, Deadline(_FOREVER), take)
         return True
 
     def heard(self) -> dict[int, bytes]:
@@ -115,59 +111,19 @@ class Messages:
                 continue
 
 
-class _Wanted(NamedTuple):
-    """What the listener waits for: the transfers of one peer's message, and of this end's message to that peer."""
-
-    works: list[Work]
-    peer: int
-    frame: torch.Tensor
-    heard: dict[int, bytes]
-    notify: Callable[[], None]
-    unpack: Callable[[bytes], bytes | None]
-
-
-class _Listener:
-    """A thread that waits for messages, one after the other: most often all are needed."""
-
-    def __init__(self) -> None:
-        self._wanted: SimpleQueue[_Wanted | None] = SimpleQueue()
-        self._num_wanted, self._num_done = 0, [0]
-        threading.Thread(
-            target=_listen,
-            args=(self._wanted, self._num_done),
-            name="hf-diloco-messages",
-            daemon=True,  # a transfer that Gloo does not wake must not keep the process
-        ).start()
-        self.end = weakref.finalize(self, self._wanted.put, None)
-
-    @property
-    def is_busy(self) -> bool:
-        return self._num_done[0] < self._num_wanted
-
-    def hear(self, wanted: _Wanted) -> None:
-        self._num_wanted += 1
-        self._wanted.put(wanted)
-
-
-def _listen(wanted: SimpleQueue[_Wanted | None], num_done: list[int]) -> None:
-    while (one := wanted.get()) is not None:
-        _hear(one)
-        num_done[0] += 1
-        notify = one.notify
-        del one  # or it would keep the works, and through them the sockets, until the next
-        notify()
-        del notify
-
-
-def _hear(wanted: _Wanted) -> None:
-    try:
-        for work in wanted.works:
-            work.handle.wait(_FOREVER)
-    except RuntimeError:  # the connection broke
-        return
-    message = wanted.unpack(bytes(wanted.frame.numpy()))
-    if message is not None:
-        wanted.heard[wanted.peer] = message
+def _take(
+    frame: torch.Tensor,
+    tag: int,
+    channel: Channel | None,
+    peer: int,
+    heard: dict[int, bytes],
+    notify: Callable[[], None],
+    failure: Failure | None,
+) -> None:
+    """Keeps a peer's message, if it has come and is not damaged."""
+    if failure is None and (message := _unpack(bytes(frame.numpy()), tag, channel)) is not None:
+        heard[peer] = message
+    notify()
 
 
 def _pack(message: bytes, tag: int, channel: Channel | None) -> torch.Tensor:

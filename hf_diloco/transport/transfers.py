@@ -137,52 +137,58 @@ class Deadline:
 
 
 class Waiter:
-    """A thread that blocks on transfers, so that nobody else must."""
+    """A thread that blocks on transfers, so that nobody else must: on those of one request after the other.
 
-    def __init__(self) -> None:
-        self._requests: SimpleQueue[tuple[list[Work], Deadline] | None] = SimpleQueue()
-        self._results: SimpleQueue[Failure | None] = SimpleQueue()
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._num_requests = 0
         self._progress = _Progress()
-        self.is_busy = False
-        thread = threading.Thread(
+        threading.Thread(
             target=_wait_for_all,
-            args=(self._requests, self._results, self._progress),
-            name="hf-diloco-transfers",
+            args=(self._requests, self._progress),
+            name=name,
             daemon=True,  # a transfer that Gloo does not wake must not keep the process
-        )
-        thread.start()
+        ).start()
         self.end = weakref.finalize(self, self._requests.put, None)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a request has yet to be done."""
+        return self._progress.num_done < self._num_requests
+
+    @property
     def position(self) -> int:
-        """The number of the transfer that is waited for."""
+        """The number of the transfer that is waited for, among those of the only request."""
         return self._progress.position
 
-    def start(self, works: list[Work], deadline: Deadline) -> None:
-        self.is_busy = True
+    def start(self, works: list[Work], deadline: Deadline, then: Callable[[Failure | None], object]) -> None:
+        """Calls `then`, on that thread, with None once all are done, or with the first failure."""
+        self._num_requests += 1
         self._progress.position = 0
-        self._requests.put((works, deadline))
+        self._requests.put(_Request(works, deadline, then))
 
-    def result(self, timeout: float) -> Failure | None:
-        """None once all are done, or the first failure; raises `Empty` while neither is known."""
-        result = self._results.get(timeout=timeout)
-        self.is_busy = False
-        return result
+
+class _Request(NamedTuple):
+    works: list[Work]
+    deadline: Deadline
+    then: Callable[[Failure | None], object]
 
 
 class _Progress:
-    position = 0
+    num_done = position = 0
 
 
-def _wait_for_all(
-    requests: SimpleQueue[tuple[list[Work], Deadline] | None],
-    results: SimpleQueue[Failure | None],
-    progress: _Progress,
-) -> None:
+def _wait_for_all(requests: SimpleQueue[_Request | None], progress: _Progress) -> None:
     while (request := requests.get()) is not None:
-        failure = _first_failure(*request, progress)
+        failure, then = _first_failure(request.works, request.deadline, progress), request.then
+        progress.num_done += 1
         del request  # or it would keep the works, and through them the sockets, until the next
-        results.put(failure)
+        then(failure)
+        del then
 
 
 def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -> Failure | None:
