@@ -24,6 +24,7 @@ from typing import Any
 
 from hf_diloco.errors import ConfigError, ForgedError, UnknownIdentityError
 from hf_diloco.sealing.identity import Signer
+from hf_diloco.sealing.keys import pack
 from hf_diloco.sealing.stored import BlockSeal, ValueSeal
 
 ENV_KEY = "HF_DILOCO_KEY"
@@ -231,8 +232,7 @@ class Seal:
 
     def mac(self, path: str, text: bytes) -> str:
         """The code that seals a text at a path; without a key, a checksum."""
-        parts = (_PROTOCOL, self.run_id.encode(), path.encode(), text)
-        said = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        said = pack(_PROTOCOL, self.run_id.encode(), path.encode(), text)
         return hmac.digest(self._key, said, "sha256").hex()
 
 

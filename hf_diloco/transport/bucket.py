@@ -220,8 +220,6 @@ class _Mixer:
     own_values: torch.Tensor | None
 
     def __post_init__(self) -> None:
-        has_code = self.own_values is not None and not self.codec.is_exact
-        self._code = torch.empty(self.codec.num_bytes(BLOCK_VALUES) if has_code else 0, dtype=torch.uint8)
         self._decoded = [torch.empty(0 if self.codec.is_exact else BLOCK_VALUES) for _ in range(self.num_parts)]
         self._zeros = torch.zeros(BLOCK_VALUES if self.own is None else 0)
 
@@ -250,6 +248,5 @@ class _Mixer:
         """This island's own values as the others read them."""
         if self.codec.is_exact:
             return values
-        code = self._code[: self.codec.num_bytes(values.numel())]
-        self.codec.encode(values, code)
-        return self._decode(code, buffer)
+        self.codec.round_trip(values, buffer)
+        return buffer

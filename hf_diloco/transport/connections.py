@@ -95,16 +95,10 @@ class Connections:
 
     def channel(self, peer: int, tag: int) -> Channel | None:
         """What seals a small message to a peer, or opens one of its own; None without a key."""
-        return self._sealer.channel(End(peer, tag % self.num_connections)) if self._sealer else None
+        return self._sealer.channels[End(peer, tag % self.num_connections)] if self._sealer else None
 
     def send(
-        self,
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-        transfers: Transfers,
-        with_checksum: bool = False,
-        as_it_is: bool = False,
+        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = True
     ) -> None:
         """Starts sending, as soon as the rate limit allows it; the tensor stays as it is until the transfer has been
         waited for.
@@ -115,40 +109,41 @@ class Connections:
         Args:
             tag: tells transfers apart; the same at both ends.
             with_checksum: whether a checksum goes behind it, where there is no key; the same at both ends.
-            as_it_is: the caller seals, and it goes whole, also into a longer buffer; the same at both ends.
         """
-        sealer = None if as_it_is else self._sealer
-        for connection, part in self.spread(tensor, tag, as_it_is):
+        sealer = self._sealer
+        for connection, part in self.spread(tensor, tag):
             num_bytes = part.nbytes
             for wire in sealer.seal(part, End(peer, connection), tag, transfers) if sealer else (part,):
                 self._rate_limit.take(wire.nbytes)
                 transfers.add(self._start("send", wire, peer, tag, connection), sent=num_bytes)
                 num_bytes = 0
-        if with_checksum and not self._sealer and tensor.numel():
-            checksum = torch.tensor([_checksum(tensor)])  # made while the first part is on its way
-            transfers.add(self._start("send", checksum, peer, tag, tag % self.num_connections))
+        if with_checksum and not sealer and tensor.numel():  # made while the first part is on its way
+            self.send_whole(torch.tensor([_checksum(tensor)]), peer, tag, transfers)
 
     def receive(
-        self,
-        tensor: torch.Tensor,
-        peer: int,
-        tag: int,
-        transfers: Transfers,
-        with_checksum: bool = False,
-        as_it_is: bool = False,
+        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = True
     ) -> None:
         """Starts receiving; see `send`. The tensor is whole once the transfer has been waited for; with a key or a
         checksum it is then what was sent, or 0 and `peer` is in `Transfers.damaged`."""
-        sealer = None if as_it_is else self._sealer
-        for connection, part in self.spread(tensor, tag, as_it_is):
+        sealer = self._sealer
+        for connection, part in self.spread(tensor, tag):
             num_bytes = part.nbytes
             for wire in sealer.expect(part, End(peer, connection), tag, transfers) if sealer else (part,):
                 transfers.add(self._start("recv", wire, peer, tag, connection), received=num_bytes)
                 num_bytes = 0
-        if with_checksum and not self._sealer and tensor.numel():
+        if with_checksum and not sealer and tensor.numel():
             checksum = torch.empty(1, dtype=torch.int64)
-            transfers.add(self._start("recv", checksum, peer, tag, tag % self.num_connections))
+            self.receive_whole(checksum, peer, tag, transfers)
             transfers.expect(tensor, lambda: _checksum(tensor) == int(checksum), peer)
+
+    def send_whole(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+        """As `send`, of something small: over one connection, and as it is. The caller seals."""
+        self._rate_limit.take(tensor.nbytes)
+        transfers.add(self._start("send", tensor, peer, tag, tag % self.num_connections))
+
+    def receive_whole(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+        """Starts receiving what comes by `send_whole`, also into a longer tensor."""
+        transfers.add(self._start("recv", tensor, peer, tag, tag % self.num_connections))
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
         """Blocks until all are done; returns what they moved.
@@ -181,7 +176,7 @@ class Connections:
         self._waiter.end()
         self.groups.clear()  # dropping the last reference closes Gloo's sockets; abort() does not
 
-    def spread(self, tensor: torch.Tensor, tag: int, as_it_is: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+    def spread(self, tensor: torch.Tensor, tag: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Parts of `tensor`, each with the number of its connection; the same at both ends.
 
         So all connections have their share of every chunk: chunks are waited for in their order, and one that comes
@@ -189,8 +184,7 @@ class Connections:
         """
         if tensor.numel():
             fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, MIN_PART_BYTES))
-            num_parts = 1 if as_it_is else max(fewest, min(self.num_connections, most))
-            for number, part in enumerate(tensor.tensor_split(num_parts)):
+            for number, part in enumerate(tensor.tensor_split(max(fewest, min(self.num_connections, most)))):
                 yield (tag + number) % self.num_connections, part
 
     def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
@@ -313,16 +307,12 @@ class Sealer:
     """
 
     def __init__(self, channels: Mapping[End, Channel]) -> None:
-        self._channels = channels
+        self.channels = channels
         self._staging = _Staging()
-
-    def channel(self, end: End) -> Channel:
-        """The keys of one connection."""
-        return self._channels[end]
 
     def seal(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
         """What to send, in this order."""
-        channel, place = self._channels[end], (tag, transfers.number("send", end.peer, tag))
+        channel, place = self.channels[end], (tag, transfers.number("send", end.peer, tag))
         if not channel.encrypts:
             return [part, torch.frombuffer(bytearray(channel.sign(place, _bytes(part))), dtype=torch.uint8)]
         sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
@@ -332,7 +322,7 @@ class Sealer:
 
     def expect(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
         """What to receive, in this order. `part` is whole once the transfers were waited for and checked."""
-        channel, place = self._channels[end], (tag, transfers.number("recv", end.peer, tag))
+        channel, place = self.channels[end], (tag, transfers.number("recv", end.peer, tag))
         if not channel.encrypts:
             signature = torch.empty(OVERHEAD, dtype=torch.uint8)
             check = partial(_verify, channel, place, part, signature)

@@ -111,7 +111,7 @@ class MemoryExchange(Exchange):
         codes = self._lane.swap(self.island, _encode(values, codec))
         mean = weighted_mean([_decode(code, size, codec) for code in codes], weights, keep=self.island)
         if not averaged_by_all(self.num_islands, codec):  # as in the mesh: the average travels encoded
-            mean = _decode(_encode(mean, codec), size, codec)
+            codec.round_trip(mean, mean)
         if observe:
             for own, average in zip(values.split(BLOCK_VALUES), mean.split(BLOCK_VALUES), strict=True):
                 observe(own, average)

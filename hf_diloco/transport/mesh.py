@@ -42,8 +42,6 @@ class MeshExchange(Exchange):
     Args:
         lane: what the owners agree on.
         notes: where islands note whom they lost; default: notes of the lane's own.
-        with_checksums: where there is no key; the same on all. Without them, damage on the way is seen only when
-            averages are compared.
         watch: begins a wait for the others, and returns what is called now and then until it is over; default: nothing
             is said of waits.
 
@@ -52,19 +50,12 @@ class MeshExchange(Exchange):
         ForgedError: another one does not hold the key.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        notes: LossNotes | None = None,
-        with_checksums: bool = True,
-        watch: Watch | None = None,
-    ) -> None:
+    def __init__(self, lane: Lane, notes: LossNotes | None = None, watch: Watch | None = None) -> None:
         self.island = lane.island
         self.num_islands = lane.num_islands
         self._timeout = lane.timeout
         self._peers = lane.peers
         self._tag = 0
-        self._with_checksums = with_checksums
         self._watch = watch
         self._damaged: set[int] = set()
         self._expected: deque[Chunk] = deque()
@@ -148,9 +139,9 @@ class MeshExchange(Exchange):
                 tag = self._next_tag()
                 if self.island == source:
                     for peer in self._peers:
-                        self.links.send(chunk, peer, tag, transfers, self._with_checksums)
+                        self.links.send(chunk, peer, tag, transfers)
                 else:
-                    self.links.receive(chunk, source, tag, transfers, self._with_checksums)
+                    self.links.receive(chunk, source, tag, transfers)
             traffic = self._wait(transfers, deadline)
         except ExchangeError as error:
             transfers.drop()
@@ -211,13 +202,13 @@ class MeshExchange(Exchange):
         for peer in self._peers:
             received = self._buffer(f"from{peer}", chunk.slot, own_bytes)
             chunk.received[peer] = received
-            self.links.receive(received, peer, chunk.tag, chunk.transfers, self._with_checksums)
+            self.links.receive(received, peer, chunk.tag, chunk.transfers)
         if not chunk.is_averaged_by_all:
             chunk.result_tag = self._next_tag()
             chunk.result = self._buffer("result", chunk.slot, chunk.codec.num_bytes(chunk.size))
             for peer in self._peers:
                 piece = chunk.result_of(peer)
-                self.links.receive(piece, peer, chunk.result_tag, chunk.results, self._with_checksums)
+                self.links.receive(piece, peer, chunk.result_tag, chunk.results)
 
     def _scatter(self, chunk: Chunk) -> None:
         """Encodes the chunk and starts sending each piece to the island that averages it, unless it is under way."""
@@ -226,7 +217,7 @@ class MeshExchange(Exchange):
         chunk.is_scattered = True
         chunk.code = self._encode(chunk)
         for peer in self._peers:
-            self.links.send(chunk.code_of(peer), peer, chunk.tag, chunk.transfers, self._with_checksums)
+            self.links.send(chunk.code_of(peer), peer, chunk.tag, chunk.transfers)
 
     def _reduce(self, chunk: Chunk, weights: Sequence[float], deadline: Deadline) -> None:
         """Where each island has a piece of its own: averages it and starts handing it to all."""
@@ -239,7 +230,7 @@ class MeshExchange(Exchange):
             mean = self._mean(chunk, where, weights)
             codec.encode(mean, own[codec.locate(where.start, where.stop)])
         for peer in self._peers:
-            self.links.send(own, peer, chunk.result_tag, chunk.results, self._with_checksums)
+            self.links.send(own, peer, chunk.result_tag, chunk.results)
 
     def _finish(self, chunk: Chunk, weights: Sequence[float], observe: Observer | None, deadline: Deadline) -> Traffic:
         """Puts the average in place of the chunk's values, block by block."""

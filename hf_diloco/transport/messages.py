@@ -75,7 +75,7 @@ class Messages:
         for peer in self._peers:
             frame = _pack(message, tag, self._links.channel(peer, tag))
             try:
-                self._links.send(frame, peer, tag, expected[peer].transfers, as_it_is=True)
+                self._links.send_whole(frame, peer, tag, expected[peer].transfers)
             except ExchangeError:  # nor can it be received from
                 continue
         self._tag += 1
@@ -106,7 +106,7 @@ class Messages:
             frame = torch.zeros(MAX_FRAME_BYTES, dtype=torch.uint8)
             self._expected[peer] = _Expected(frame, transfers)
             try:
-                self._links.receive(frame, peer, self._tag, transfers, as_it_is=True)
+                self._links.receive_whole(frame, peer, self._tag, transfers)
             except ExchangeError:
                 continue
 
