@@ -39,7 +39,7 @@ from hf_diloco.membership.round_records import (
     offer_path,
 )
 from hf_diloco.membership.run import check_run
-from hf_diloco.membership.voting import Verdict, Voting
+from hf_diloco.membership.voting import Voting
 from hf_diloco.store.question import Watch
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes
@@ -236,22 +236,7 @@ class Quorum:
             What was decided.
         """
         wait = self._notes.begin(self.rules.grace, f"round {attempt.round}, vote")
-        verdict = self._voting.vote(attempt.path, attempt.offers, mean, wait)
-        if isinstance(verdict, OutcomeRecord):
-            return verdict
-        if verdict is Verdict.AGREED:
-            return self._decisions.decide(
-                attempt.path, OutcomeRecord(by=self.members.island, kind="commit", mean=mean)
-            )
-        reason = (
-            "its participants hold different averages, or none has voted"
-            if verdict is Verdict.SPLIT
-            else "those who agree on another average are gone"
-        )
-        return self._decisions.outcome(attempt.path) or self._decisions.decide(
-            attempt.path,
-            OutcomeRecord(by=self.members.island, kind="abort", is_split=verdict is Verdict.SPLIT, reason=reason),
-        )
+        return self._voting.vote(attempt.path, attempt.offers, mean, wait)
 
     def refuse_commit(self, attempt: Attempt, mean: Digest) -> bool:
         """See `Voting.refuse_commit`."""

@@ -23,7 +23,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 
 from hf_diloco.errors import IslandLostError
@@ -39,17 +38,6 @@ logger = logging.getLogger("hf_diloco")
 MAX_SPLITS = 3
 """Attempts of one round in which islands disagree, before all end that do not know who is wrong."""
 _MAX_OUTVOTED = 2
-
-
-class Verdict(Enum):
-    """What an island may write after a vote."""
-
-    AGREED = auto()
-    """That the attempt is committed, with this island's average."""
-    SPLIT = auto()
-    """That it is aborted, because those who voted disagree."""
-    OUTVOTED = auto()
-    """That it is aborted, because those who agree on another average are gone and have not committed it."""
 
 
 def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | None:
@@ -90,8 +78,8 @@ class Voting:
         self._island = self.members.island
         self._voted: set[str] = set()  # attempts of one round
 
-    def vote(self, folder: str, offers: Sequence[OfferRecord], mean: str, wait: Wait) -> Verdict | OutcomeRecord:
-        """Says that this island holds an average, if it has a vote; returns the outcome, or what this one may write.
+    def vote(self, folder: str, offers: Sequence[OfferRecord], mean: str, wait: Wait) -> OutcomeRecord:
+        """Says that this island holds an average, if it has a vote, and decides the attempt; returns what counts.
 
         Others that have not voted are waited for while they are at it and the grace lasts; where islands exchange
         directly, also when more than half agree.
@@ -124,13 +112,17 @@ class Voting:
                 continue
             if won_by is not None and not (self.rules.needs_presence and silent & at_it):
                 if won_by == mean:
-                    return Verdict.AGREED
+                    return self.decisions.decide(folder, OutcomeRecord(by=own, kind="commit", mean=mean))
                 if won_by == ABSTENTION:
-                    return Verdict.SPLIT
+                    return self._abort(folder, "its participants hold different averages, or none has voted", True)
                 if not any(votes.get(island) == won_by for island in at_it):
-                    return Verdict.OUTVOTED
+                    return self._abort(folder, "those who agree on another average are gone", False)
             others = participants - {own}
             wait.look(silent & others or others)
+
+    def _abort(self, folder: str, reason: str, is_split: bool) -> OutcomeRecord:
+        wish = OutcomeRecord(by=self._island, kind="abort", is_split=is_split, reason=reason)
+        return self.decisions.outcome(folder) or self.decisions.decide(folder, wish)
 
     def withdraw(self, folder: str) -> None:
         """Abstains in an attempt whose plan cannot be read, if rubbish lies where this island's vote would.

@@ -68,16 +68,12 @@ class Roster:
             island,
         )
 
-    def admits(self, island: int, public: bytes) -> bool:
-        """Whether who holds a key may take part as this island."""
-        return any(listed.public == public and listed.last_round is None for listed in self._listed.get(island, ()))
-
 
 class Signer:
     """An island's own identity, and those of the others.
 
     Raises:
-        ConfigError: the roster does not list the key for this island.
+        ConfigError: the roster does not list the key for this island, or until some round only.
     """
 
     def __init__(self, private: Ed25519PrivateKey, number: int, roster: Roster) -> None:
@@ -85,21 +81,16 @@ class Signer:
         self.public = private.public_key().public_bytes_raw()
         self.number = number
         self.roster = roster
-        if not roster.admits(number, self.public):
-            raise ConfigError(self._why_refused())
-
-    def _why_refused(self) -> str:
-        unit, number = self.roster.unit, self.number
         try:
-            last = self.roster.find(number, self.public).last_round
+            last = roster.find(number, self.public).last_round
         except UnknownIdentityError:
-            last = None
+            unit = roster.unit
+            raise ConfigError(
+                f"{unit} {number}'s identity is {show_public(self.public)}, and identities.{number} does not list it: "
+                f"add it there, on all {unit}s, or give {unit} {number} its own identity_file"
+            ) from None
         if last is not None:
-            return str(self.roster.retired(number, self.public, last))
-        return (
-            f"{unit} {number}'s identity is {show_public(self.public)}, and identities.{number} does not list it: add "
-            f"it there, on all {unit}s, or give {unit} {number} its own identity_file"
-        )
+            raise ConfigError(str(roster.retired(number, self.public, last)))
 
     def __repr__(self) -> str:
         return f"Signer({self.roster.unit} {self.number}, {show_public(self.public)})"
