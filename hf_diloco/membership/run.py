@@ -12,12 +12,11 @@ from hf_diloco.membership.facts import Facts, differ, remedy_for
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.store.log import Number, Record, RunLog
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.signing import MAX_RECORD_BYTES, MEETING, ORIGIN, RUN_PATH, Seal
+from hf_diloco.store.signing import MAX_RECORD_BYTES, MEETING, NO_RUN, ORIGIN, RUN_PATH, Seal
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.public_keys import show_public
 from hf_diloco.utils.threads import call_behind
 
-NO_RUN = "-"  # what seals the record that names the run
 _PARTS = ("start.json", "incarnations", "heartbeats", "rounds", "links", "snapshots", "payloads")
 _LOOKS, _LOOK_SECONDS = 5, 1.0
 

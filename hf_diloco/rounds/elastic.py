@@ -30,7 +30,7 @@ from hf_diloco.membership.fingerprint import check_own_folder, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, author_of
-from hf_diloco.membership.run import NO_RUN, RunRecord, check_welcome, enter_run
+from hf_diloco.membership.run import RunRecord, check_welcome, enter_run
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
@@ -48,6 +48,7 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.question import looking_once
 from hf_diloco.store.rendezvous import StoreHost, warn_if_exposed
+from hf_diloco.store.signing import NO_RUN
 from hf_diloco.transport.base import RateLimit
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.utils.clock import REAL, Clock

@@ -7,13 +7,12 @@ signature   public key (32 bytes) | Ed25519 signature (64 bytes) of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from hf_diloco.errors import ConfigError, UnknownIdentityError
-from hf_diloco.sealing.keys import pack
+from hf_diloco.sealing.keys import Secret, pack
 from hf_diloco.utils.public_keys import ListedKey, parse_public, show_public
 
 PUBLIC_BYTES = 32
@@ -69,7 +68,7 @@ class Roster:
         )
 
 
-class Signer:
+class Signer(Secret):
     """An island's own identity, and those of the others.
 
     Raises:
@@ -94,9 +93,6 @@ class Signer:
 
     def __repr__(self) -> str:
         return f"Signer({self.roster.unit} {self.number}, {show_public(self.public)})"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a Signer holds a private key: it is neither copied nor pickled")
 
     def sign(self, purpose: str, *said: bytes) -> bytes:
         """This island's signature of what it says, behind its public key.

@@ -31,8 +31,15 @@ def pack(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
+class Secret:
+    """What holds a key: neither copied nor pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"{type(self).__name__} holds a key: it is neither copied nor pickled")
+
+
 @dataclass(frozen=True, repr=False)
-class LinkKey:
+class LinkKey(Secret):
     """What the ends of a connection prove to each other that they hold.
 
     Attributes:
@@ -44,6 +51,3 @@ class LinkKey:
     secret: bytes
     encrypt: bool = True
     signer: Signer | None = None
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a LinkKey is a secret: it is neither copied nor pickled")

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import base64
 import secrets
-from typing import Any
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.utils import Buffer
 
 from hf_diloco.errors import ForgedError
-from hf_diloco.sealing.keys import derive
+from hf_diloco.sealing.keys import Secret, derive
 
 _NONCE_BYTES = 12
 BLOCK_OVERHEAD = _NONCE_BYTES + 16  # and the tag
@@ -63,7 +62,7 @@ class ValueSeal:
             ) from None
 
 
-class BlockSeal:
+class BlockSeal(Secret):
     """Seals and opens the objects of one run. Any number of threads may use it.
 
     Args:
@@ -73,9 +72,6 @@ class BlockSeal:
 
     def __init__(self, key: bytes, run: str) -> None:
         self._key = derive(key, "encrypted objects", run)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a BlockSeal holds a key: it is neither copied nor pickled")
 
     def seal_into(self, path: str, number: int, block: Buffer, sealed: memoryview) -> None:
         """Writes a sealed block to `sealed`, which is `BLOCK_OVERHEAD` bytes longer.

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.sealing.identity import Roster, Signer
-from hf_diloco.sealing.keys import LinkKey, derive
+from hf_diloco.sealing.keys import LinkKey, Secret, derive
 from hf_diloco.store.signing import ENV_KEY, MAKE_KEY, MIN_KEY_BYTES, Seal
 
 ENV_IDENTITY = "HF_DILOCO_IDENTITY"
@@ -50,7 +50,7 @@ class KeySettings(Protocol):
 
 
 @dataclass(frozen=True, repr=False)
-class Credentials:
+class Credentials(Secret):
     """What an island proves who it is with, and keeps secrets by.
 
     Attributes:
@@ -89,9 +89,6 @@ class Credentials:
         if self.signer:
             found["identities"] = "listed"
         return found
-
-    def __reduce__(self) -> Any:
-        raise TypeError("Credentials are secret: they are neither copied nor pickled")
 
 
 def find_credentials(config: KeySettings, number: int, unit: str = "island") -> Credentials:

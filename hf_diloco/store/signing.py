@@ -24,7 +24,7 @@ from typing import Any
 
 from hf_diloco.errors import ConfigError, ForgedError, UnknownIdentityError
 from hf_diloco.sealing.identity import Signer
-from hf_diloco.sealing.keys import pack
+from hf_diloco.sealing.keys import Secret, pack
 from hf_diloco.sealing.stored import BlockSeal, ValueSeal
 
 ENV_KEY = "HF_DILOCO_KEY"
@@ -40,6 +40,9 @@ MAKE_KEY = "`hf-diloco keys make --shared FILE`"
 RUN_PATH = "run.json"
 """What names a run: it stays though the island that began the run is listed no more. Who has the run's key, and
 replaces it, can do no more than who deletes it."""
+
+NO_RUN = "-"
+"""What seals the record that names a run."""
 
 MEETING = "hf-diloco/run"
 """What names a run at tcp://."""
@@ -113,7 +116,7 @@ def wrong_author(path: str, owner: object, by: int, unit: str) -> UnknownIdentit
     )
 
 
-class Seal:
+class Seal(Secret):
     """Wraps and opens the records of one run.
 
     Args:
@@ -146,9 +149,6 @@ class Seal:
 
     def __repr__(self) -> str:
         return f"Seal(run_id={self.run_id!r}, {'with' if self._key else 'without'} a key)"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a Seal holds a key: it is neither copied nor pickled")
 
     @property
     def has_key(self) -> bool:

@@ -24,14 +24,13 @@ from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, Place, StoreHost, address_towards, find_store, url_of
-from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, MEETING, RUN_PATH, Seal
+from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, MEETING, NO_RUN, RUN_PATH, Seal
 from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 
 MARK_SECONDS = 20.0
 """How long the mark of a run may take to come: whoever keeps the store sets it as soon as that is open."""
 _GREETING_SECONDS = 20.0
-_NO_RUN = "-"  # what seals the mark
 _POLL_SECONDS = 0.05
 
 
@@ -114,7 +113,7 @@ def has_other_run(store: ObjectStore, seal: Seal) -> bool:
     if found is None:
         return False
     try:
-        return seal.of(_NO_RUN).open(MEETING, found).get("run") != seal.run_id
+        return seal.of(NO_RUN).open(MEETING, found).get("run") != seal.run_id
     except ForgedError:
         return True
 
@@ -134,7 +133,7 @@ def _open(config: Place, silent_for: float) -> ObjectStore:
 
 
 def _begin_run(store: ObjectStore, credentials: Credentials, size: Mapping[str, int]) -> str:
-    run, seal = secrets.token_hex(16), credentials.seal(_NO_RUN)
+    run, seal = secrets.token_hex(16), credentials.seal(NO_RUN)
     mark = _Mark(version=5, run=run, size=dict(size), encrypt=credentials.encrypt, identities=seal.identities)
     store.put(MEETING, seal.wrap(MEETING, mark.model_dump()))
     return run
@@ -186,7 +185,7 @@ _AGAIN = "start all again, or choose another port"
 def _open_mark(found: bytes, credentials: Credentials, there: str, who: str) -> Mapping[str, object]:
     """What the mark of a run says; who signed it is looked at later."""
     try:
-        return Credentials(credentials.key).seal(_NO_RUN).open(MEETING, found)
+        return Credentials(credentials.key).seal(NO_RUN).open(MEETING, found)
     except ForgedError:
         pass
     if not credentials.key:
@@ -194,7 +193,7 @@ def _open_mark(found: bytes, credentials: Credentials, there: str, who: str) -> 
             f"{who} has no key, and {there} has one: give it the key of the others (key_file or {ENV_KEY})"
         )
     try:
-        Credentials().seal(_NO_RUN).open(MEETING, found)
+        Credentials().seal(NO_RUN).open(MEETING, found)
     except ForgedError:
         raise RendezvousError(
             f"{who} has another key than {there}: give all one key (key_file or {ENV_KEY})"
@@ -219,7 +218,7 @@ def _check_identities(
             f"{who} has an identity, and {there} lists nobody's: set the same identities on all, or on none"
         )
     try:
-        credentials.seal(_NO_RUN).open(MEETING, found)
+        credentials.seal(NO_RUN).open(MEETING, found)
         Roster({int(number): texts for number, texts in theirs.items()}, signer.roster.unit).find_current(signer)
     except UnknownIdentityError as error:
         raise RendezvousError(f"{who} cannot take part in {there}: {error}") from None
