@@ -19,7 +19,6 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.utils import Buffer
 
-from hf_diloco.errors import ForgedError
 from hf_diloco.sealing.keys import Secret, derive
 
 _NONCE_BYTES = 12
@@ -43,23 +42,15 @@ class ValueSeal:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return base64.b64encode(nonce + self._cipher.encrypt(nonce, value, path.encode())).decode()
 
-    def open(self, path: str, sealed: bytes) -> bytes:
-        """The value that lies at a place.
-
-        Raises:
-            ForgedError: nobody of this run has put it there.
-        """
+    def open(self, path: str, sealed: bytes) -> bytes | None:
+        """The value; None if nobody of this run has sealed it for this place."""
         try:
             raw = base64.b64decode(sealed, validate=True)
             if base64.b64encode(raw) != sealed:  # another spelling of the same bytes
                 raise ValueError
             return self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], path.encode())
         except (ValueError, InvalidTag):
-            raise ForgedError(
-                f"the record {path} was not sealed with this run's key for this place: it was altered or cut short, "
-                "belongs to another place or run, or its writer has another key; give all one key (key_file or "
-                "HF_DILOCO_KEY) and keep others away from the rendezvous"
-            ) from None
+            return None
 
 
 class BlockSeal(Secret):

@@ -44,10 +44,11 @@ _memory_lock = threading.Lock()
 
 
 class Backend(Protocol):
-    """What `ObjectStore` asks of it; see `Folder` for what each does."""
+    """What `ObjectStore` asks of it; see `Folder` for what each does. Where there is something, `create` may return
+    that."""
 
     def greet(self) -> None: ...
-    def create(self, path: str, data: bytes) -> None: ...
+    def create(self, path: str, data: bytes) -> bytes | None: ...
     def put(
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
     ) -> None: ...
@@ -70,11 +71,12 @@ class Cloud:
     def greet(self) -> None:
         self.find("checks")
 
-    def create(self, path: str, data: bytes) -> None:
+    def create(self, path: str, data: bytes) -> bytes | None:
         try:
             obstore.put(self._client, path, data, mode="create")
         except AlreadyExistsError:
             raise FileExistsError(path) from None
+        return None
 
     def put(
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
@@ -162,9 +164,11 @@ class Server(Cloud):
     def greet(self) -> None:
         self._ask()  # which goes by no proxy, whatever the environment says
 
-    def create(self, path: str, data: bytes) -> None:
-        if self._ask(create={path: data}).created.get(path) != data:
+    def create(self, path: str, data: bytes) -> bytes:
+        found = self._ask(create={path: data}).created.get(path)
+        if found is None:  # too large to be told, or it cannot be read
             raise FileExistsError(path)
+        return found
 
     def put(
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True

@@ -125,10 +125,6 @@ class ObjectStore:
 
     def decide(self, path: str, data: bytes, limit: int) -> bytes:
         """Writes an object unless it exists; returns what is there then, at most `limit` bytes; raises as `get`."""
-        if self.tells_changes:
-            _check_path(path)
-            if found := self.ask(Question(create={path: data})).created.get(path):
-                return found
         try:
             return self._settle(path, data, limit)
         except OverflowError as size:
@@ -139,8 +135,8 @@ class ObjectStore:
 
         def attempt() -> bytes:
             try:
-                self._backend.create(path, data)
-                return data
+                found = self._backend.create(path, data)
+                return data if found is None else found
             except FileExistsError:
                 pass
             try:

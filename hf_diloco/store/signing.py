@@ -202,7 +202,7 @@ class Seal(Secret):
         except UnicodeEncodeError:  # half a surrogate pair
             raise ForgedError(f"the record {path} holds no text: {ORIGIN}") from None
         if len(claimed) != _MAC_DIGITS or not hmac.compare_digest(claimed, self.mac(path, text).encode()):
-            raise ForgedError(f"the record {path} was not sealed with this run's key for this place: {ORIGIN}")
+            raise self._not_ours(path)
         parsed = _parse(path, text)
         if self.signer and path != RUN_PATH:
             self._check_signature(self.signer, path, record, parsed, None if is_of_now else round_of_history(path))
@@ -211,7 +211,13 @@ class Seal(Secret):
     def _decrypt(self, path: str, sealed: object) -> bytes:
         if self._cipher is None or not isinstance(sealed, str) or not sealed.isascii():
             raise ForgedError(f"the record {path} is encrypted, and there is no key here: {ORIGIN}")
-        return self._cipher.open(path, sealed.encode())
+        value = self._cipher.open(path, sealed.encode())
+        if value is None:
+            raise self._not_ours(path)
+        return value
+
+    def _not_ours(self, path: str) -> ForgedError:
+        return ForgedError(f"the record {path} was not sealed with this run's key for this place: {ORIGIN}")
 
     def _check_signature(
         self, signer: Signer, path: str, record: Mapping[str, Any], body: Mapping[str, Any], last_round: int | None

@@ -165,8 +165,6 @@ def test_a_value_opens_for_its_key_and_run_alone() -> None:
     assert (b"value" in sealed) is False
     strangers = [ValueSeal(KEY, "run 2"), ValueSeal(OTHER_KEY, "run 1")]
     for other, path in ((strangers[0], "claim/1"), (strangers[1], "claim/1"), (seal, "claim/2")):
-        with pytest.raises(ForgedError, match=rf"record {path} was not sealed with this run's key for this place"):
-            other.open(path, sealed)
+        assert other.open(path, sealed) is None
     for length in range(len(base64.b64decode(sealed))):
-        with pytest.raises(ForgedError):
-            seal.open("claim/1", base64.b64encode(base64.b64decode(sealed)[:length]))
+        assert seal.open("claim/1", base64.b64encode(base64.b64decode(sealed)[:length])) is None
