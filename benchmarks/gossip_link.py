@@ -62,6 +62,7 @@ from hf_diloco.store.tcp_store import meet
 from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 from tests.processes import Process, Processes
+from tests.tcp_stores import below
 
 TOPOLOGIES = ("ring", "one-peer-exponential", "symmetric-exponential")
 AVERAGE, BASELINE = "average", "all_reduce"
@@ -130,7 +131,7 @@ class Node:
                 make_topology(name, num_nodes),
                 number,
                 address,
-                Members(store.log.below(name), number, unit="node"),
+                Members(below(store.log, name), number, unit="node"),
                 connect_timeout=TIMEOUT,
                 exchange_timeout=TIMEOUT,
                 name=name,

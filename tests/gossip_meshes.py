@@ -12,7 +12,7 @@ from hf_diloco.methods.topology import Topology
 from hf_diloco.store.values import ValueStore
 from tests.clocks import LONG
 from tests.islands import run_islands
-from tests.tcp_stores import KeptStore
+from tests.tcp_stores import KeptStore, below
 
 LOCALHOST = "127.0.0.1"
 
@@ -34,7 +34,7 @@ def join(store: KeptStore, topology: Topology, node: int, **settings: Any) -> Me
 
 def members_of(store: ValueStore, node: int, name: str = "gossip") -> Members:
     """This node and the others of a mesh; it soon takes the number over of a thread that had it before."""
-    return Members(store.log.below(name), node, lease=0.3, unit="node")
+    return Members(below(store.log, name), node, lease=0.3, unit="node")
 
 
 def talk_together(num_nodes: int, enter: Callable[[int], N], talk: Callable[[int, N], T]) -> list[T]:

@@ -60,6 +60,11 @@ def reach(port: int, host: str = LOCALHOST) -> ValueStore:
     return ValueStore(RunLog(store, Seal(b"", "test")))
 
 
+def below(log: RunLog, name: str) -> RunLog:
+    """Another log of the same run, for what lies below a path."""
+    return RunLog(ObjectStore(f"{log.store.url}/{name}", gone_after=GONE_SECONDS), log.seal)
+
+
 def await_value(store: ValueStore, key: str) -> bytes:
     """The value of a key, once it is there."""
     return store.wait([key], LONG)[key]

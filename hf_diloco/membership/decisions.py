@@ -28,8 +28,6 @@ seems damaged, because another program is still copying it, costs an attempt and
 
 from __future__ import annotations
 
-import re
-
 from hf_diloco.errors import ForgedError, PayloadError, StoreError
 from hf_diloco.membership.round_records import ABSTENTION, OutcomeRecord, PlanRecord, VoteRecord
 from hf_diloco.store.log import R, RunLog
@@ -231,4 +229,4 @@ def outcome_path(attempt: str) -> str:
 
 def is_outcome(path: str) -> bool:
     """Whether a path is that of an outcome, or of one that takes a damaged one's place."""
-    return re.fullmatch(r"outcome(?:-[2-9])?\.json", path.rpartition("/")[2]) is not None
+    return path.rpartition("/")[2] in _OUTCOMES

@@ -69,7 +69,7 @@ class Failures:
     """
 
     def __init__(self, url: str, timeout: float, read_only: bool, gone_after: float | None) -> None:
-        self.gone_after = gone_after
+        self._gone_after = gone_after
         self._url = url
         self._scheme = url.partition(":")[0]
         self._timeout = timeout
@@ -113,7 +113,7 @@ class Failures:
             return "the folder must be writable and have space; correct it, or choose another rendezvous"
         if error is not None and lacks_bucket(error):
             return "make the bucket, or correct rendezvous"
-        if self.gone_after is not None:
+        if self._gone_after is not None:
             return KEEPER_GONE
         if self._scheme in ("http", "https") and (error is None or self.may_pass(error)):
             return "is `hf-diloco rendezvous` running there, and does its firewall let this machine in?"

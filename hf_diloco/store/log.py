@@ -69,10 +69,6 @@ class RunLog:
         """Islands that are not believed though they hold the run's key, with the last reason."""
         self._newly_refused: dict[int, str] = {}
 
-    def below(self, name: str) -> RunLog:
-        """Another log of the same run, for what lies below a path."""
-        return RunLog(self.store.below(name), self.seal)
-
     def create(self, path: str, record: Record) -> bool:
         """Writes a record unless there is one; whether this one is there now."""
         return self.store.create(path, self._wrap(path, record))

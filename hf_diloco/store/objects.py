@@ -88,10 +88,6 @@ class ObjectStore:
     def __repr__(self) -> str:
         return f"ObjectStore({self.url!r}, timeout={self.timeout:g})"
 
-    def below(self, name: str) -> ObjectStore:
-        """The same store, for what lies below a path."""
-        return ObjectStore(f"{self.url}/{name}", self.timeout, gone_after=self._failures.gone_after)
-
     def check_creation(self) -> None:
         """Makes sure that the store keeps the one promise that all rests on; some that speak S3's protocol do not.
 

@@ -74,46 +74,35 @@ def check_author(path: str, body: Mapping[str, Any], by: int, unit: str) -> None
     Raises:
         UnknownIdentityError: another one's identity signed it.
     """
-    owner = owner_of(path)
+    owner = _owner_of(path)
     is_abstention = _VOTE.match(path) is not None and body.get("mean") == ""  # which others write for who is gone
     names = [] if is_abstention else [owner, body.get("island") if owner is not None else None, body.get("by")]
     for name in names:
         if name is not None and name != by:
-            raise wrong_author(path, name, by, unit)
+            raise UnknownIdentityError(
+                f"{unit} {by} has signed {path} in the name of {unit} {name}: nobody speaks for another; look at "
+                f"{unit} {by}, and take it out of identities if it does not do so by mistake",
+                by,
+            )
 
 
-def owner_of(path: str) -> int | None:
+def _owner_of(path: str) -> int | None:
     """The island that alone may write a record of the log; None: all may."""
     if path == MEETING:
         return 0
     if path.startswith(VALUES):
-        return _owner_of_value(path.removeprefix(VALUES).removesuffix(".json"))
-    return _number_in(_OBJECTS.match(path))
-
-
-def _owner_of_value(key: str) -> int | None:
-    """Gloo's keys are anybody's: ends of a connection prove who they are."""
-    return None if key.startswith(("mesh/", "lost/")) else _number_in(_VALUES.search(key))
-
-
-def _number_in(match: re.Match[str] | None) -> int | None:
-    """The one group that has matched."""
-    return int(next(filter(None, match.groups()))) if match else None
+        key = path.removeprefix(VALUES).removesuffix(".json")
+        # What ends of a connection leave is anybody's: they prove who they are.
+        match = None if key.startswith(("mesh/", "lost/")) else _VALUES.search(key)
+    else:
+        match = _OBJECTS.match(path)
+    return int(next(filter(None, match.groups()))) if match else None  # the one group that has matched
 
 
 def round_of_history(path: str) -> int | None:
     """The round of a record that stays when the run goes on; 0 for what is of no round, None for what is of now."""
     match = _HISTORY.match(path)
     return int(match[1]) if match else 0 if _STANDING.match(path) else None
-
-
-def wrong_author(path: str, owner: object, by: int, unit: str) -> UnknownIdentityError:
-    """The error for what one has signed in the name of another."""
-    return UnknownIdentityError(
-        f"{unit} {by} has signed {path} in the name of {unit} {owner}: nobody speaks for another; look at {unit} "
-        f"{by}, and take it out of identities if it does not do so by mistake",
-        by,
-    )
 
 
 class Seal(Secret):
