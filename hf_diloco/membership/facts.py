@@ -8,10 +8,13 @@ from hf_diloco.errors import ConfigError, FingerprintError
 
 Facts = Mapping[str, str | int | float | bool | None]
 
+PROTOCOL = 16
+"""Raised when what islands, or nodes, tell each other changes its form or meaning."""
+
 MAX_STEPS = "max_steps"
 """The fact that says how many inner steps an island is to take; a loop of one's own may not know it."""
 
-
+_PROTOCOL = "protocol"
 _FROZEN = "frozen weights"
 
 
@@ -40,11 +43,12 @@ def frozen_facts(frozen: Mapping[str, str]) -> Facts:
 
 
 def join_facts(own: Facts, given: Facts) -> dict[str, str | int | float | bool | None]:
-    """What this package compares, and what a caller adds.
+    """What this package compares, the protocol first, and what a caller adds.
 
     Raises:
         ConfigError: the caller gives another value to what this package finds out by itself.
     """
+    own = {_PROTOCOL: PROTOCOL, **own}
     for name in own.keys() & given.keys():
         if own[name] != given[name]:
             raise ConfigError(
@@ -77,6 +81,8 @@ def remedy_for(name: str) -> str:
             "set max_steps to one number everywhere (num_train_epochs gives as many steps as there is data, which "
             "differs)"
         )
+    if name == _PROTOCOL:
+        return "install the same version of hf-diloco everywhere"
     if name.startswith(_FROZEN):
         return (
             "they are never exchanged: load the same base model everywhere, and set the same seed before frozen "

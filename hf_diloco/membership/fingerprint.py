@@ -23,9 +23,6 @@ from hf_diloco.utils.own_files import identify
 
 logger = logging.getLogger("hf_diloco")
 
-PROTOCOL = 15
-"""Raised when what islands tell each other changes its form or meaning."""
-
 _AGREED_SETTINGS = (
     "sync_every",
     "outer_lr",
@@ -51,7 +48,6 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: F
     if config.meets_in_store:
         membership = {"max_islands": config.num_shares, "exchange": "mesh" if config.is_direct else "bucket"}
     own = {
-        "protocol": PROTOCOL,
         "algorithm": identify(config.method),
         **_agreed_by_method(config, shards),
         **{name: getattr(config, name) for name in _AGREED_SETTINGS},

@@ -27,7 +27,7 @@ from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.open import open_node
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.facts import MAX_STEPS
+from hf_diloco.membership.facts import MAX_STEPS, join_facts
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.values import ValueStore
@@ -357,7 +357,7 @@ def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: P
     """Before it takes part, and so before it takes any step."""
     ring, returns = Ring(2), 1
     config = GossipConfig(method="dsgd", num_nodes=2, node=returns, rendezvous="tcp://127.0.0.1:1")
-    facts = {MAX_STEPS: 3, **make_fingerprint(config, ring.topology, Linear())}
+    facts = join_facts({MAX_STEPS: 3, **make_fingerprint(config, ring.topology, Linear())}, {})
     is_refused = threading.Event()
 
     def come_back(neighbours: MeshNeighbours) -> None:

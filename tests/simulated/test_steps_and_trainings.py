@@ -18,7 +18,8 @@ from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
 from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.facts import compare_facts
+from hf_diloco.membership import facts
+from hf_diloco.membership.facts import compare_facts, join_facts
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.open import open_session
@@ -60,6 +61,16 @@ def test_equal_and_unknown_numbers_pass(tmp_path: Path) -> None:
     assert meet(tmp_path / "unknown", [8, None]) == [None, None]
     with pytest.raises(FingerprintError, match="tokenizer differs"):
         compare_facts([{"tokenizer": "a"}, {}])
+
+
+@pytest.mark.parametrize("who", ["island", "node"])
+def test_another_version_of_the_package_is_named_first(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = join_facts({"max_steps": 1}, {})
+    monkeypatch.setattr(facts, "PROTOCOL", facts.PROTOCOL + 1)
+    with pytest.raises(
+        FingerprintError, match=rf"protocol differs \({who} 0: .*install the same version of hf-diloco"
+    ):
+        compare_facts([mine, join_facts({"max_steps": 2}, {})], who)
 
 
 def test_unequal_numbers_of_steps_are_refused_in_a_store(tmp_path: Path) -> None:
