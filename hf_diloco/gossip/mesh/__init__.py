@@ -15,7 +15,7 @@ import torch
 
 from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError
 from hf_diloco.gossip.mesh.average import GroupAverage
-from hf_diloco.gossip.mesh.edges import Endpoint, edge_peers
+from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.entry import Entry, FreeEntry
 from hf_diloco.gossip.mesh.exchange import StragglerTimeout, Swapping
 from hf_diloco.gossip.mesh.joining import Joining
@@ -105,7 +105,7 @@ class MeshNeighbours(Neighbours):
         self._published: MeshPublished | None = None
         self._is_swapping = threading.Lock()
         self._is_closed = False
-        self.peers = edge_peers(topology, node)
+        self.peers = list(topology.peers(node))
         self._members = members
         self._joining = Joining(self._endpoint, self._board, members, self.peers, connect_timeout, self._notes)
         self.start = self._joining.start

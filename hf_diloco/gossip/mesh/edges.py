@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from hf_diloco.errors import DiLoCoError, ExchangeError, IslandLostError, damage
-from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing.channel import Parties
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.values import ValueStore
@@ -163,16 +162,6 @@ class Edge:
     def close(self) -> None:
         """Closes the sockets at once, which wakes the neighbour; may be called more than once."""
         self._links.close()
-
-
-def edge_peers(topology: Topology, node: int) -> list[int]:
-    """All with whom a node ever exchanges, in order: on a graph that is drawn at each step, everybody."""
-    if topology.period is None:
-        return [peer for peer in range(topology.num_nodes) if peer != node]
-    peers: set[int] = set()
-    for step in range(topology.period):
-        peers.update(topology.neighbours(node, step), topology.receivers(node, step))
-    return sorted(peers)
 
 
 def edge_life(starts: Mapping[int, int]) -> str:

@@ -26,8 +26,8 @@ from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.published import Published
 from hf_diloco.methods.gossip.momentum import MomentumOptimizer, descend_with_momentum
-from hf_diloco.methods.topology import RandomMatching, Topology
-from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
+from hf_diloco.methods.topology import Topology
+from hf_diloco.methods.topology.matching import random_pairs
 
 logger = logging.getLogger("hf_diloco")
 
@@ -105,10 +105,8 @@ class SwarmSGD(MomentumOptimizer):
         self.num_out_of_range = 0
         self._codec = _make_codec(quantization, lattice_step, blocking)
         super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
-        node = neighbours.node
-        pairs = links(neighbours.topology)
-        self._partners = [i + j - node for i, j in pairs if node in (i, j)]
-        self._matching = _matching(neighbours.topology, len(pairs), seed)
+        self._partners = neighbours.topology.peers(neighbours.node)
+        self._matching = random_pairs(neighbours.topology, seed)
         self._published: Published | None = None
         if not blocking and neighbours.num_nodes > 1:
             self._published = neighbours.published()
@@ -241,11 +239,3 @@ def _make_codec(quantization: str, step: float | None, blocking: bool) -> Lattic
             "leave out one of them"
         )
     return LatticeCodec(code_bytes, DEFAULT_STEPS[quantization] if step is None else step)
-
-
-def _matching(graph: Topology, num_links: int, seed: int) -> Topology:
-    """Who averages with whom at each blocking average."""
-    num_nodes = graph.num_nodes
-    if num_links == num_nodes * (num_nodes - 1) // 2:
-        return RandomMatching(num_nodes, seed)
-    return RandomEdgeMatching(graph, seed)

@@ -79,6 +79,13 @@ class Topology(ABC):
         """To whom a node sends at a step, in order, without itself; on a symmetric graph its neighbours."""
         return self._others(self.weights(step)[:, node], node)
 
+    def peers(self, node: int) -> tuple[int, ...]:
+        """All with whom a node ever exchanges, in either direction, in order; where weights are drawn, everybody."""
+        if self.period is None:
+            return tuple(other for other in range(self.num_nodes) if other != node)
+        steps = range(self.period)
+        return tuple(sorted({one for t in steps for one in (*self.neighbours(node, t), *self.receivers(node, t))}))
+
     def steps_to_all(self) -> int:
         """Steps, from any one on, after which every node has heard of every other.
 

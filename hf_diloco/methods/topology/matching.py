@@ -131,10 +131,12 @@ class RandomEdgeMatching(_Matching):
         return math.sqrt(float(np.linalg.norm(mean - 1 / self.num_nodes, 2)))
 
 
+def random_pairs(graph: Topology, seed: int) -> Topology:
+    """Random matchings of those who are linked in a graph."""
+    is_full = all(len(graph.peers(node)) == graph.num_nodes - 1 for node in range(graph.num_nodes))
+    return RandomMatching(graph.num_nodes, seed) if is_full else RandomEdgeMatching(graph, seed)
+
+
 def links(graph: Topology) -> list[tuple[int, int]]:
     """All pairs of nodes between which something is sent, in either direction, at any step; the lower one first."""
-    pairs = [(one, other) for one in range(graph.num_nodes) for other in range(one + 1, graph.num_nodes)]
-    if graph.period is None:
-        return pairs
-    matrices = [graph.weights(step) for step in range(graph.period)]
-    return [(i, j) for i, j in pairs if any(matrix[i, j] or matrix[j, i] for matrix in matrices)]
+    return [(one, other) for one in range(graph.num_nodes) for other in graph.peers(one) if one < other]
