@@ -33,7 +33,7 @@ from hf_diloco.methods.topology import (
 )
 from hf_diloco.methods.topology.base import Weights
 from hf_diloco.methods.topology.drawing import draw
-from hf_diloco.methods.topology.stability import floor_digits, growth, is_stable
+from hf_diloco.methods.topology.stability import floor_digits, growth
 from tests.processes import ROOT, run
 
 SIZES = (8, 16, 32, 64)
@@ -397,7 +397,8 @@ def test_symmetric_graphs_that_do_not_change_are_stable(name: str, num_nodes: in
 def test_the_condition_is_that_the_roots_are_inside_the_circle(eigenvalue: complex, beta: float) -> None:
     radius = np.abs(np.roots([1, -(eigenvalue + beta), beta])).max()
     if abs(radius - 1) > 1e-6:
-        assert is_stable(np.array([eigenvalue]), beta) == (radius < 1)
+        rotation = np.array([[eigenvalue.real, -eigenvalue.imag], [eigenvalue.imag, eigenvalue.real]])
+        assert (growth(PeriodicTopology("of one eigenvalue", rotation + 1 / 2), beta) < 1) == (radius < 1)
 
 
 def relabelled(topology: PeriodicTopology, seed: int) -> PeriodicTopology:

@@ -42,17 +42,6 @@ SAFE_OMEGA = 0.5
 """Momentum that is averaged up to this share is stable on every symmetric graph that does not change."""
 
 
-def is_stable(eigenvalues: Matrices, beta: float, omega: float = 0.0) -> bool:
-    """Whether a method is stable with a fixed W.
-
-    Args:
-        eigenvalues: of W, [num_eigenvalues], without the 1 of the average.
-        beta: the momentum, from 0 to below 1.
-        omega: the share of the momentum that is averaged; 0: DecentLaM.
-    """
-    return _spectral_radius(_companion(eigenvalues[:, None, None], beta, omega)) < 1
-
-
 def growth(topology: Topology, beta: float, omega: float = 0.0) -> float:
     """The factor by which what nodes differ in grows in one step, in the long run: below 1 where a method is stable.
 
@@ -61,11 +50,7 @@ def growth(topology: Topology, beta: float, omega: float = 0.0) -> float:
         beta: the momentum, from 0 to below 1.
         omega: the share of the momentum that is averaged; 0: DecentLaM.
     """
-    if isinstance(topology, PeriodicTopology):
-        return _growth_in_period(_modes(topology), beta, omega)
-    if isinstance(topology, RandomMatching):
-        return math.sqrt(_spectral_radius(_second_moments(topology.rho**2, beta, omega)))
-    raise TypeError(f"{topology!r}: neither weights with a period nor random matchings")
+    return _growth(topology, omega)(beta)
 
 
 def largest_stable_beta(topology: Topology, omega: float = 0.0) -> float:
@@ -77,17 +62,17 @@ def largest_stable_beta(topology: Topology, omega: float = 0.0) -> float:
     """
     if topology.is_static and topology.is_symmetric and omega <= SAFE_OMEGA:
         return 1.0
-    is_stable_with = _stability(topology, omega)
+    growth_with = _growth(topology, omega)
     low = 0.0
     for high in _MOMENTA:  # of a fixed W one bisection would do: each λ has one limit; of products that is not known
-        if not is_stable_with(high):
+        if growth_with(high) >= 1:
             break
         low = high
     else:
         return 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if is_stable_with(middle) else (low, middle)
+        low, high = (middle, high) if growth_with(middle) < 1 else (low, middle)
     return low
 
 
@@ -140,31 +125,29 @@ def floor_digits(beta: float) -> str:
     return f"{math.floor(1000 * beta - _ROUNDING) / 1000:.3f}"
 
 
-def _stability(topology: Topology, omega: float) -> Callable[[float], bool]:
-    """Says of a momentum whether it is stable; what does not depend on it is computed once."""
+def _growth(topology: Topology, omega: float) -> Callable[[float], float]:
+    """`growth` by momentum; what does not depend on that is computed once."""
+    if isinstance(topology, RandomMatching):
+        return lambda beta: math.sqrt(_spectral_radius(_second_moments(topology.rho**2, beta, omega)))
     if not isinstance(topology, PeriodicTopology):
-        return lambda beta: growth(topology, beta, omega) < 1
+        raise TypeError(f"{topology!r}: neither weights with a period nor random matchings")
     modes = _modes(topology)
-    if not topology.is_static:
-        return lambda beta: _growth_in_period(modes, beta, omega) < 1
-    eigenvalues = np.linalg.eigvals(modes[0]).ravel()
-    return lambda beta: is_stable(eigenvalues, beta, omega)
 
+    def grow(beta: float) -> float:
+        product = _companion(modes[0], beta, omega)
+        for matrices in modes[1:]:
+            product = _companion(matrices, beta, omega) @ product
+        return float(_spectral_radius(product) ** (1 / len(modes)))
 
-def _growth_in_period(modes: Matrices, beta: float, omega: float) -> float:
-    """The mean factor of a step, from the blocks of all steps of a period."""
-    product = _companion(modes[0], beta, omega)
-    for matrices in modes[1:]:
-        product = _companion(matrices, beta, omega) @ product
-    return float(_spectral_radius(product) ** (1 / len(modes)))
+    return grow
 
 
 def _modes(topology: PeriodicTopology) -> Matrices:
     """The weights of each step as blocks that do not mix: [period, num_blocks, size, size].
 
     They are W - 11ᵀ/n, with the eigenvalues of W but 0 in place of the 1 of the average; 0 is never the least stable.
-    Circulant matrices, as those of exponential graphs, share the Fourier modes: n blocks of one number. Others are one
-    block of n x n.
+    Circulant matrices, as those of exponential graphs, share the Fourier modes: n blocks of one number. So does a
+    single matrix its eigenvectors. Others are one block of n x n.
     """
     first_rows = topology.matrices[:, 0]
     nodes = np.arange(topology.num_nodes)
@@ -172,7 +155,8 @@ def _modes(topology: PeriodicTopology) -> Matrices:
         eigenvalues = np.fft.fft(first_rows)
         eigenvalues[:, 0] = 0  # the average
         return eigenvalues[:, :, None, None]
-    return (topology.matrices - 1 / topology.num_nodes)[:, None]
+    differences = topology.matrices - 1 / topology.num_nodes
+    return np.linalg.eigvals(differences)[:, :, None, None] if topology.is_static else differences[:, None]
 
 
 def _companion(matrices: Matrices, beta: float, omega: float) -> Matrices:
