@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from hf_diloco.methods.gossip.momentum import MomentumOptimizer
+from hf_diloco.methods.topology import check_decentlam
 
 
 class DecentLaM(MomentumOptimizer):
@@ -34,8 +35,6 @@ class DecentLaM(MomentumOptimizer):
     paper = "2104.11981"
 
     def check_graph(self) -> None:
-        from hf_diloco.methods.topology import check_decentlam
-
         for beta in {float(group["momentum"]) for group in self.param_groups}:
             check_decentlam(self.neighbours.topology, beta)
 

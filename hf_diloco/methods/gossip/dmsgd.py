@@ -14,17 +14,16 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
+from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.base import GossipOptimizer
-from hf_diloco.methods.gossip.dsgd import DSGD
-from hf_diloco.methods.gossip.momentum import descend_with_momentum
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
-class DmSGD(DSGD):
+class DmSGD(MomentumOptimizer):
     """Equations and sources above. m is in units of gradients: a γ that changes acts on all of it at once."""
 
     name = "dmsgd"
-    state_names = ("momentum_buffer",)
+    paper = "1705.09056"
 
     def __init__(
         self,
@@ -46,13 +45,15 @@ class DmSGD(DSGD):
         """
         self.combine_first = combine_first
         self.nesterov = nesterov
-        settings = {"momentum": momentum, "weight_decay": weight_decay, "lars": lars}
-        GossipOptimizer.__init__(self, params, neighbours, lr, **settings)
+        super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
+
+    def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors] | None:
+        return ((x,), (self.received,)) if self.combine_first else None
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         if self.combine_first:
             mixed = self.mix(x, out=self.received)
-            descend_with_momentum(self, mixed, g, x, self.nesterov)
+            self.descend(mixed, g, x, self.nesterov)
         else:
-            descend_with_momentum(self, x, g, g, self.nesterov)
+            self.descend(x, g, g, self.nesterov)
             self.mix(g, out=x)

@@ -30,17 +30,14 @@ class MomentumOptimizer(GossipOptimizer):
         """
         super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
 
+    def descend(self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, nesterov: bool) -> None:
+        """m ← βm + g; x - γm, or x - γ (g + βm) with Nesterov, goes to `out`, which may be x or g. Overwrites g.
 
-def descend_with_momentum(
-    optimizer: GossipOptimizer, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, nesterov: bool
-) -> None:
-    """m ← βm + g; x - γm, or x - γ (g + βm) with Nesterov, goes to `out`, which may be x or g. Overwrites g.
-
-    Momentum is that of `torch.optim.SGD`.
-    """
-    momentum = optimizer.vector("momentum_buffer")
-    for part in optimizer.parts():
-        gradient = g[part.where]
-        m = momentum[part.where].mul_(part.momentum).add_(gradient)
-        direction = gradient.add_(m, alpha=part.momentum) if nesterov else m
-        torch.add(x[part.where], direction, alpha=-part.lr, out=out[part.where])
+        Momentum is that of `torch.optim.SGD`.
+        """
+        momentum = self.vector("momentum_buffer")
+        for part in self.parts():
+            gradient = g[part.where]
+            m = momentum[part.where].mul_(part.momentum).add_(gradient)
+            direction = gradient.add_(m, alpha=part.momentum) if nesterov else m
+            torch.add(x[part.where], direction, alpha=-part.lr, out=out[part.where])

@@ -28,6 +28,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.averages import Vectors
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.methods.gossip.momentum import MomentumOptimizer
+from hf_diloco.methods.topology import check_momentum_consensus
 
 
 class MomentumConsensus(MomentumOptimizer):
@@ -62,8 +63,6 @@ class MomentumConsensus(MomentumOptimizer):
         super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
 
     def check_graph(self) -> None:
-        from hf_diloco.methods.topology import check_momentum_consensus
-
         for beta in {float(group["momentum"]) for group in self.param_groups}:
             check_momentum_consensus(self.neighbours.topology, beta, self.omega)
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from hf_diloco.errors import ConfigError, UnsupportedError
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.gossip.momentum import MomentumOptimizer, descend_with_momentum
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
 class PmSGD(MomentumOptimizer):
@@ -65,4 +65,4 @@ class PmSGD(MomentumOptimizer):
         self.traffic += self.neighbours.average(g)
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        descend_with_momentum(self, x, g, x, self.nesterov)
+        self.descend(x, g, x, self.nesterov)

@@ -25,7 +25,7 @@ from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.gossip.published import Published
-from hf_diloco.methods.gossip.momentum import MomentumOptimizer, descend_with_momentum
+from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 from hf_diloco.methods.topology import Topology
 from hf_diloco.methods.topology.matching import random_pairs
 
@@ -131,10 +131,10 @@ class SwarmSGD(MomentumOptimizer):
         number, rest = divmod(self.num_steps, self.local_steps)
         is_last = rest == self.local_steps - 1 and bool(self._partners)
         if is_last and self.blocking:
-            descend_with_momentum(self, x, g, g, self.nesterov)
+            self.descend(x, g, g, self.nesterov)
             self.mix(g, out=x, topology=self._matching, step=number)
             return
-        descend_with_momentum(self, x, g, x, self.nesterov)
+        self.descend(x, g, x, self.nesterov)
         if is_last:
             self._take(x, self.partner(number))
             self._publish(x)
