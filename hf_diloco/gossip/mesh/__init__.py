@@ -171,8 +171,8 @@ class MeshNeighbours(Neighbours):
             if not self._reception.has_begun:
                 self._refuse_gone(missing)
 
-        missing = self._board.await_all(keys, self._connect_timeout, look)
-        if missing:
+        records = self._board.await_all(keys, self._connect_timeout, look)
+        if missing := keys.keys() - records.keys():
             remedy = "Check that all nodes run, and start those that do not"
             if self._reception.has_begun:
                 remedy = (
@@ -183,8 +183,7 @@ class MeshNeighbours(Neighbours):
                 f"{self._connect_timeout:g} s. {remedy}",
                 missing,
             )
-        records = [self._board.read(key, node) for node, key in keys.items()]
-        return [record for record in records if record is not None]
+        return list(records.values())
 
     def _refuse_gone(self, missing: Collection[int]) -> None:
         """Raises `IslandLostError` if one of these is gone before training begins: none returns to what has not begun.
@@ -222,13 +221,15 @@ class MeshNeighbours(Neighbours):
         return published
 
     def recall(self, topic: str) -> list[Record]:
-        others = [node for node in range(self.num_nodes) if node != self.node]
+        def read(number: int) -> list[Record]:
+            others = (node for node in range(self.num_nodes) if node != self.node)
+            return list(self._board.read_all({node: f"share/{topic}/{number}/{node}" for node in others}).values())
+
         number = self._num_shared.get(topic, 0)
-        while any(self._board.has(f"share/{topic}/{number + 1}/{node}") for node in others):
+        while read(number + 1):
             number += 1
         self._num_shared[topic] = number
-        records = [self._board.read(f"share/{topic}/{number}/{node}", node) for node in others]
-        return [record for record in records if record is not None]
+        return read(number)
 
     def offer(self, x: torch.Tensor, step: int) -> None:
         self._note_lost()

@@ -173,7 +173,7 @@ class GroupAverage:
                     return True
                 self._num_attempts -= 1  # of others, for an average that is behind this node
                 continue
-            records = [self._read_record(member) for member in members]
+            records = self._read_records(members)
             self._board.put("attempt", {"number": self._attempt})
             name = f"{self._board.name}/average{self._attempt}"
             try:
@@ -212,7 +212,7 @@ class GroupAverage:
         await_news = self._board.news()
         while (decided := self._board.read(self._key("group"))) is None:
             absent = set(range(self._num_nodes)) - present
-            present.update(node for node in absent if self._board.has(self._key(node)))
+            present.update(self._board.who_has({node: self._key(node) for node in absent}))
             absent -= present
             if has_mean and self._has_anyone_gone_on():
                 self._board.put_first(self._key("group"), {"nodes": []})
@@ -267,21 +267,22 @@ class GroupAverage:
     def _has_anyone_gone_on(self) -> bool:
         """Whether another node has had all votes in this average, without which none goes on."""
         others = (node for node in range(self._num_nodes) if node != self._node)
-        records = (self._board.read(f"averaged/{node}", node) for node in others)
-        return any(record and record.get("average") == self._num_averages for record in records)
+        records = self._board.read_all({node: f"averaged/{node}" for node in others})
+        return any(record.get("average") == self._num_averages for record in records.values())
 
     def _find_suspects(self, absent: Collection[int]) -> set[int]:
         """The absent nodes that this node, or another one, has lost."""
         if self._suspects and self._board.count("returned") != self._num_returned_before:
             self._suspects.clear()  # who has returned may be one of them; of the others their neighbours say it
-        suspects = self._suspects | set(self._find_lost())
-        return suspects | {node for node in absent if node not in suspects and self._board.has(lost_key(node))}
+        return {*self._suspects, *self._find_lost(), *self._board.who_has({node: lost_key(node) for node in absent})}
 
-    def _read_record(self, member: int) -> Record:
+    def _read_records(self, members: Collection[int]) -> list[Record]:
         gone = {"average": self._num_averages, "is_new": True}
-        record = self._board.read(self._key(member), member) or gone
-        whole_number(record, "average", member)
-        return record
+        shown = self._board.read_all({member: self._key(member) for member in members})
+        records = {member: shown.get(member, gone) for member in members}
+        for member, record in records.items():
+            whole_number(record, "average", member)
+        return list(records.values())
 
     def _key(self, what: int | str) -> str:
         return f"average{self._attempt}/{what}"

@@ -39,9 +39,7 @@ MAX_ROUNDS = 12
 
 def decide(board: Board, prefix: str, number: int, node: int, is_on: bool) -> bool:
     """Writes the decision of a round unless there is one; returns the one that is there."""
-    key = f"{prefix}/{number}/decision"
-    board.put_first(key, {"is_on": is_on})
-    return (board.read(key, node) or {}).get("is_on") is True
+    return board.put_first(f"{prefix}/{number}/decision", {"is_on": is_on}, node).get("is_on") is True
 
 
 class Agreement(ABC):

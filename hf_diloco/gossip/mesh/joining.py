@@ -190,8 +190,9 @@ class Joining:
                 self.discovery.announce(self.starts)
                 for peer, announcement in self.discovery.listen(self.starts).items():
                     (waiting.add if announcement.said.phase == "joining" else waiting.discard)(peer)
-            keys = {peer: greeting_key(self.node, self.start, peer) for peer in self.starts.keys() - greeted}
-            greeted |= {peer for peer, key in keys.items() if self.board.has(key)}
+            greeted.update(
+                self.board.who_has({peer: greeting_key(self.node, self.start, peer) for peer in self.starts})
+            )
             absent = [peer for peer in self.starts if peer not in greeted]
             if greeted:
                 first_greeted = min(first_greeted, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -77,27 +77,38 @@ class Board:
                 for key, record in taken.items():
                     self.put(key, record)
 
-    def put_first(self, key: str, record: Record) -> None:
-        """Shows a record under `key` unless there is one; of several who try, one succeeds."""
-        packed = pack_record(key, record).decode()
-        self._ask(lambda: self._store.create(self._path(key), packed))
-
-    def read(self, key: str, node: int = KEEPER) -> Record | None:
-        """The record under `key`; None if there is none.
+    def put_first(self, key: str, record: Record, node: int = KEEPER) -> Record:
+        """Shows a record under `key` unless there is one; returns the one that is there then.
 
         Args:
-            key: see `put`.
-            node: who wrote it, for messages.
+            key, record: see `put`.
+            node: who else may have written it, for messages.
+        """
+        packed = pack_record(key, record).decode()
+        return unpack_record(key, node, self._ask(lambda: self._store.create(self._path(key), packed)))
+
+    def read(self, key: str, node: int = KEEPER) -> Record | None:
+        """The record under `key`, which `node` wrote; None if there is none. Raises as `read_all`."""
+        return self.read_all({node: key}).get(node)
+
+    def read_all(self, keys: Mapping[int, str]) -> dict[int, Record]:
+        """The records that are there, in one question.
+
+        Args:
+            keys: by the node that writes each.
 
         Raises:
             PayloadError: what is there is no record.
         """
-        packed = self._ask(lambda: self._store.find(self._path(key)))
-        return None if packed is None else unpack_record(key, node, packed)
+        return {node: unpack_record(keys[node], node, packed) for node, packed in self._find(keys).items()}
 
     def has(self, key: str) -> bool:
         """Whether there is a record under `key`."""
-        return self._ask(lambda: self._store.find(self._path(key))) is not None
+        return bool(self.who_has({KEEPER: key}))
+
+    def who_has(self, keys: Mapping[int, str]) -> Collection[int]:
+        """The nodes whose keys are there, in one question; see `read_all`."""
+        return self._find(keys).keys()
 
     def remove(self, key: str) -> None:
         """Takes a record away, if there is one."""
@@ -108,22 +119,21 @@ class Board:
         return self._ask(lambda: self._store.add(self._path(key), more))
 
     def await_all(
-        self, keys: dict[int, str], seconds: float, meanwhile: Callable[[Collection[int]], None]
-    ) -> Collection[int]:
-        """Waits until every node's key is there; returns the nodes whose key is not after `seconds`.
+        self, keys: Mapping[int, str], seconds: float, meanwhile: Callable[[Collection[int]], None]
+    ) -> dict[int, Record]:
+        """As `read_all`, once all are there, or `seconds` are over.
 
         Args:
-            keys: by node.
+            keys: see `read_all`.
             seconds: to wait.
             meanwhile: called now and then with the nodes that are missing; what it raises ends the wait.
         """
-        paths = {self._path(key): node for node, key in keys.items()}
         deadline, await_news = time.monotonic() + seconds, self.news()
         while True:
-            there = self._ask(lambda: self._store.find_all(list(paths)))
-            missing = {node for path, node in paths.items() if path not in there}
+            found = self.read_all(keys)
+            missing = keys.keys() - found.keys()
             if not missing or time.monotonic() >= deadline:
-                return missing
+                return found
             meanwhile(missing)
             await_news()
 
@@ -131,6 +141,11 @@ class Board:
         """See `ValueStore.news`; of any record of the mesh."""
         wait = self._store.news(self.name)
         return lambda: self._ask(wait)
+
+    def _find(self, keys: Mapping[int, str]) -> dict[int, bytes]:
+        paths = {node: self._path(key) for node, key in keys.items()}
+        found = self._ask(lambda: self._store.find_all(list(paths.values())))
+        return {node: found[path] for node, path in paths.items() if path in found}
 
     def _path(self, key: str) -> str:
         return f"{self.name}/{key}"
