@@ -43,9 +43,8 @@ from hf_diloco.trainer.arguments import (
     name_evaluated,
 )
 from hf_diloco.trainer.base import RunCallback, warn_if_short
-from hf_diloco.trainer.common_steps import CommonSteps
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
-from hf_diloco.trainer.gossip_start import Beginning, check_gossip
+from hf_diloco.trainer.gossip_start import Beginning, CommonSteps, check_gossip
 from hf_diloco.trainer.record import NodeRecord
 from hf_diloco.trainer.views import MeanView
 from hf_diloco.trainer.write_failures import replaced

@@ -1,4 +1,5 @@
-"""How a node begins to train: settings that fit, the same on all nodes, and from which checkpoint or whose mean.
+"""How a node begins to train: settings that fit, the same on all nodes, and from which checkpoint or whose mean; and
+after which steps it then evaluates and saves, as the others do.
 
 Nodes that were lost before a run ended hold older checkpoints than the others, or none. All nodes are here when they
 agree on the step to resume from, so no two parts of them can choose differently.
@@ -34,7 +35,7 @@ from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
 
 if TYPE_CHECKING:
-    from transformers import TrainerState
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_diloco.gossip.node import NodeNeighbours
 
@@ -270,6 +271,48 @@ class Beginning:
         self.life = str(records[0].get("life", "")) if records else ""
         steps = [whole_number(record, "step", record["node"]) for record in records]
         self.passed = max(steps) if len(set(steps)) > 1 else 0
+
+
+class CommonSteps:
+    """What is changed in the Trainer's plan for a node that begins apart from the others.
+
+    One that has entered is elsewhere in its data, so its own epochs end after other steps. What is to be done after
+    epochs is done after the steps at which those of the others end.
+
+    Args:
+        args: of the Trainer.
+        loader: of the training data.
+        with_others: an evaluation takes a mean over all nodes.
+        evaluates_at_end: the Trainer is to evaluate after the last step, whatever its arguments say.
+        passed: the step up to which other nodes have evaluated already: they come to no mean of these steps.
+    """
+
+    def __init__(
+        self, args: TrainingArguments, loader: Any, with_others: bool, evaluates_at_end: bool, passed: int
+    ) -> None:
+        from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
+
+        counts_epochs = has_length(loader)
+        self._saves = counts_epochs and args.save_strategy == SaveStrategy.EPOCH
+        self._evaluates = counts_epochs and with_others and args.eval_strategy == IntervalStrategy.EPOCH
+        self._steps_per_epoch = max(1, -(-len(loader) // args.gradient_accumulation_steps)) if counts_epochs else 0
+        self._eval_delay = args.eval_delay
+        self._evaluates_at_end = evaluates_at_end
+        self._passed = passed if with_others else 0
+
+    def end_step(self, state: TrainerState, control: TrainerControl) -> None:
+        """What follows a step."""
+        step, is_last = state.global_step, state.global_step >= state.max_steps
+        if (self._saves or self._evaluates) and (is_last or step % self._steps_per_epoch == 0):
+            control.should_save |= self._saves
+            control.should_evaluate |= self._evaluates and self._eval_delay <= step / self._steps_per_epoch
+        control.should_evaluate |= is_last and self._evaluates_at_end
+        control.should_evaluate &= step > self._passed
+
+    def end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
+        """What follows an epoch of this node's own; called before other callbacks ask for more."""
+        control.should_save &= not self._saves
+        control.should_evaluate &= not self._evaluates and state.global_step > self._passed
 
 
 def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:
