@@ -94,7 +94,7 @@ class Differences:
         self._receivers = self.graph.receivers(self.node)
         self.replicas: list[Replicas] = []
         self.has_key = False
-        self._lives: dict[int, int] = {}  # of the edges over which something has been exchanged since the key
+        self._lives: dict[int, str] = {}  # of the edges over which something has been exchanged since the key
         self.weights: dict[int, float] = {}
         self.receivers: list[int] = []
         self.new: set[int] = set()

@@ -238,9 +238,9 @@ class Neighbours(ABC):
         """
         return []
 
-    def life(self, peer: int) -> int | None:
+    def life(self, peer: int) -> str | None:
         """Tells the connection to a neighbour from earlier and later ones, at both its ends; None: it is lost."""
-        return 0
+        return ""
 
     def rekey(self) -> None:
         """Has the next exchange depend on nothing that was exchanged before: called on all nodes at the same step."""

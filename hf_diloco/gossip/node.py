@@ -19,7 +19,7 @@ from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.threads import Ahead, Turns
 from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.heartbeats import Members, Standing
 from hf_diloco.membership.member_records import Phase
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
@@ -102,7 +102,7 @@ class NodeNeighbours(Neighbours):
 
     Attributes:
         end: when this node ends, if it was asked to.
-        current_step: optimizer steps taken; set by who counts them.
+        standing: what this node's signs of life say; its `steps` are set by who counts them.
         seconds: that the node stood still for exchanges so far.
         seconds_hidden: that exchanges took behind the node's computation so far; on the leader.
         total: what they moved so far, on this rank.
@@ -127,19 +127,13 @@ class NodeNeighbours(Neighbours):
         self.node = node
         self.num_nodes = topology.num_nodes
         self.end = CommonEnd(topology)
-        self.current_step = 0
         self.seconds = 0.0
         self.seconds_hidden = 0.0
         self.total = Traffic()
         self.is_returning = island.on_leader(lambda: inner is not None and inner.is_returning)
         self._members = members
-        if members:
-            members.standing.num_ranks = island.size
-            members.refresh = self._refresh
-
-    def _refresh(self) -> None:
-        assert self._members is not None
-        self._members.standing.steps = self.current_step
+        self.standing = members.standing if members else Standing()
+        self.standing.num_ranks = island.size
 
     def stand(self, phase: Phase) -> None:
         """What this node's signs of life say from now on."""
@@ -200,7 +194,7 @@ class NodeNeighbours(Neighbours):
 
     def spread_wish(self, like: torch.Tensor) -> None:
         """Carries the wish to end where a method averages over all nodes, and not with its neighbours."""
-        wish, _ = self._wish(like, self.current_step)
+        wish, _ = self._wish(like, self.standing.steps)
         self.average(wish)
         self.end.note(wish)
 
@@ -243,9 +237,6 @@ class NodeNeighbours(Neighbours):
         return self._inner.take_news() if self._inner is not None else []
 
     def close(self) -> None:
-        if self._members:
-            self._members.refresh = lambda: None  # or the two would keep each other alive
-            self._members = None
         if self._leaders is not None:
             self._leaders.close()  # which ends what is under way
         self._ahead.close()

@@ -236,7 +236,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         facts = gossip_facts(self.config.payload, with_others, args, state, loader, weighed)
         is_back = node.is_returning
         news = self._beginning.begin(model, state, kwargs["lr_scheduler"], folder_of(args), facts)
-        node.current_step = state.global_step
+        node.standing.steps = state.global_step
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average", lacks_statistics=is_back)
         self._begin(args, self._ranks, trainer, RECORD, find_whole, begins_anew=not state.global_step)
         if trainer is not None and self.config.eval_weights == "average":
@@ -257,7 +257,7 @@ class GossipCallback(RunCallback[NodeRecord]):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Reports lost neighbours, and ends when all nodes do."""
         node, optimizer = self.node, self.optimizer
-        node.current_step = state.global_step
+        node.standing.steps = state.global_step
         if not optimizer.is_in_step:
             node.total += optimizer.traffic
             node.give_turn()

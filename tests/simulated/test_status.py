@@ -612,7 +612,7 @@ def test_a_run_of_nodes(tmp_path: Path, free_port: int) -> None:
         vector = torch.full((1000,), float(number))
         for step in range(2):
             node.mix([vector], [vector], step)
-        node.current_step = 2
+        node.standing.steps = 2
         node.stand("training")
         return node
 

@@ -60,7 +60,6 @@ class MeshNeighbours(Neighbours):
     Attributes:
         peers: the nodes that it mixes with at one step or another.
         lost: the nodes that this one has lost, each with the reason in words.
-        start: which of this node's starts this is, from 1.
 
     Raises:
         ConfigError: the graph has no such node.
@@ -94,7 +93,6 @@ class MeshNeighbours(Neighbours):
         self.num_nodes = topology.num_nodes
         self.topology = topology
         self.lost: dict[int, str] = {}
-        self._num_returns: dict[int, int] = {}
         self._news: list[str] = []
         self._endpoint = Endpoint(store, node, address, exchange_timeout, rate_limit or RateLimit(), key)
         self._connect_timeout = connect_timeout
@@ -108,8 +106,7 @@ class MeshNeighbours(Neighbours):
         self.peers = list(topology.peers(node))
         self._members = members
         self._joining = Joining(self._endpoint, self._board, members, self.peers, connect_timeout, self._notes)
-        self.start = self._joining.start
-        self.is_returning = self.start > 1
+        self.is_returning = self._joining.start > 1
         try:
             self._edges = self._joining.meet()
         except BaseException:
@@ -140,8 +137,8 @@ class MeshNeighbours(Neighbours):
             self._check_company()
         return traffic
 
-    def life(self, peer: int) -> int | None:
-        return self._num_returns.get(peer, 0) if peer in self._edges else None
+    def life(self, peer: int) -> str | None:
+        return self._edges[peer].life if peer in self._edges else None
 
     def check_average(self, vector: torch.Tensor) -> None:
         self._group.check(vector)
@@ -240,7 +237,6 @@ class MeshNeighbours(Neighbours):
             self._reception.turn_away(self._published.lost)
         for peer, one in self._reception.let_in(x, step, is_in_step=self._published is None).items():
             self._edges[peer] = one.edge
-            self._num_returns[peer] = self._num_returns.get(peer, 0) + 1
             self.lost.pop(peer, None)
             what = "has returned" if one.is_new else "is connected again"
             self._news.append(f"node {peer} {what}: it takes part from step {step} on")
