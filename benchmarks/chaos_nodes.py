@@ -39,8 +39,7 @@ import yaml
 
 from benchmarks.chaos import STUCK_SECONDS, Event, Island, leave_in_order
 from hf_diloco.cli.devices import free_ports
-from hf_diloco.gossip.checkpoint import lives_of, whole_checkpoints
-from hf_diloco.gossip.resumption import Held, Resumption, choose_own, choose_step
+from hf_diloco.gossip.checkpoint import Held, Resumption, choose_own, choose_step, lives_of, whole_checkpoints
 
 NUM_NODES = 4
 EXCHANGE_TIMEOUT = 12.0

@@ -20,12 +20,19 @@ import torch
 import xxhash
 
 from hf_diloco.errors import ConfigError, DiLoCoError, FingerprintError
-from hf_diloco.gossip.checkpoint import lives_of
+from hf_diloco.gossip.checkpoint import (
+    Resumption,
+    choose_common,
+    choose_own,
+    choose_step,
+    lives_of,
+    read_held,
+    take_mean,
+)
 from hf_diloco.gossip.choco import check_static
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
 from hf_diloco.gossip.records import Record, whole_number
-from hf_diloco.gossip.resumption import Resumption, choose_common, choose_own, choose_step, read_held, take_mean
 from hf_diloco.inner.frozen import frozen_weights
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, frozen_facts, join_facts, remedy_for
 from hf_diloco.membership.fingerprint import check_folders

@@ -15,20 +15,25 @@ from transformers import TrainerState, TrainingArguments
 from hf_diloco import GossipCallback
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.errors import CheckpointError, IslandLostError, PayloadError
-from hf_diloco.gossip.checkpoint import RECORD, GossipIndex, check_files, find_whole, save_index, whole_checkpoints
+from hf_diloco.gossip.checkpoint import (
+    RECORD,
+    GossipIndex,
+    Held,
+    Resumption,
+    check_files,
+    choose_common,
+    choose_own,
+    choose_step,
+    find_whole,
+    read_held,
+    save_index,
+    take_mean,
+    whole_checkpoints,
+)
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.records import Record
-from hf_diloco.gossip.resumption import (
-    Held,
-    Resumption,
-    choose_common,
-    choose_own,
-    choose_step,
-    read_held,
-    take_mean,
-)
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.trainer.saving import Saving

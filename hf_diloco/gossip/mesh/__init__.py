@@ -231,8 +231,6 @@ class MeshNeighbours(Neighbours):
     def offer(self, x: torch.Tensor, step: int) -> None:
         self._note_lost()
         self._reception.begin()
-        if not self._reception.is_anyone_back:
-            return
         if self._published is not None:
             self._reception.turn_away(self._published.lost)
         for peer, one in self._reception.let_in(x, step, is_in_step=self._published is None).items():

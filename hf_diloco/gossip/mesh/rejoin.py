@@ -110,11 +110,6 @@ class Reception:
                 self._thread = threading.Thread(target=self._look, name="hf-diloco-returns", daemon=True)
                 self._thread.start()
 
-    @property
-    def is_anyone_back(self) -> bool:
-        """Whether `let_in` has anything to do."""
-        return bool(self._arrivals)
-
     def let_in(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Arrival]:
         """Lets nodes that came back take part.
 

@@ -161,13 +161,8 @@ def asking() -> Iterator[None]:
     try:
         yield
     except StoreError:
-        raise store_is_gone() from None
-
-
-def store_is_gone() -> IslandLostError:
-    """The error for a store that does not answer."""
-    return IslandLostError(
-        f"the rendezvous does not answer: node {KEEPER}, which keeps it, is gone or cannot be reached. Start all "
-        "nodes again from their checkpoints",
-        [KEEPER],
-    )
+        raise IslandLostError(
+            f"the rendezvous does not answer: node {KEEPER}, which keeps it, is gone or cannot be reached. Start all "
+            "nodes again from their checkpoints",
+            [KEEPER],
+        ) from None
