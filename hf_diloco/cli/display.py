@@ -79,7 +79,7 @@ class LineDisplay:
         """Where an island stands, and what it is called; called several times a second."""
         self._unit = progress.noun or self._unit
         at, last = self._shown.get(island, (0.0, IslandProgress()))
-        if progress == last or (time.monotonic() < at + self._every and progress.state != "done"):
+        if progress == last or (time.monotonic() < at + self._every and not progress.is_ending):
             return
         self._shown[island] = (time.monotonic(), progress)
         self.line(island, describe(progress))

@@ -29,7 +29,7 @@ from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
 from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, LogFollower, Outcome, UsefulLines, read_outcome
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError, DiLoCoError
-from hf_diloco.report.progress import Progress, read_progress
+from hf_diloco.report.progress import STOPPED_EARLY, Progress, read_progress
 from hf_diloco.utils.files import PROGRESS_FILE, STOP_FILE
 from hf_diloco.utils.redact import redact_text
 
@@ -121,6 +121,8 @@ class Island:
             if self.outcome.code == FAILED and self._has_saved_as_asked():
                 # It met an island that had left already, which is an error to the one that waits.
                 self.outcome = Outcome(STOPPED, self.outcome.error.removeprefix("error: "))
+            elif self.outcome.code == FINISHED and self.progress.state == STOPPED_EARLY:
+                self.outcome = Outcome(STOPPED)  # a script mostly ends with 0 all the same
         return list(filter(self._is_useful, lines))
 
     def _has_saved_as_asked(self) -> bool:
@@ -275,12 +277,13 @@ class Launcher:
     def _on_end(self, island: Island, outcome: Outcome) -> None:
         number = island.number
         if outcome.code == FINISHED:
-            at = island.progress
-            # A script that was asked to stop ends with 0, too.
-            is_early = self._result.signal is not None and at.step < at.max_steps
-            self._display.ended(number, f"ended at step {at.step:,} of {at.max_steps:,}" if is_early else "finished")
+            self._display.ended(number, "finished")
         elif outcome.code == STOPPED:
-            self._display.ended(number, f"stopped, with a checkpoint{outcome.error and f' ({outcome.error})'}")
+            at = island.progress
+            # What a loop of a script has saved is up to the script.
+            where = f"at step {at.step:,}{f' of {at.max_steps:,}' if at.max_steps else ''}"
+            how = where if at.state == STOPPED_EARLY else "with a checkpoint"
+            self._display.ended(number, f"stopped, {how}{outcome.error and f' ({outcome.error})'}")
             self._stop_others(island)
         elif number in self._ended:
             self._display.ended(number, "ended")

@@ -19,7 +19,7 @@ from hf_diloco.apps.common.base import problem_of_name
 from hf_diloco.apps.lm.runfile import outer_loop
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
-from hf_diloco.cli.log import FINISHED
+from hf_diloco.cli.log import FINISHED, STOPPED
 from hf_diloco.cli.plan import IslandPlan, Plan, island_environment, place_to_meet
 from hf_diloco.cli.run import print_commands, print_failures, run_islands
 from hf_diloco.config.base import ENV_FOLDER
@@ -53,7 +53,9 @@ def run_script(plan: Plan, *, grace: float, dry_run: bool) -> int:
     alone = " (--islands 2 starts two)" if plan.num_islands == 1 else ""
     result = run_islands(plan, plan.describe(alone), out, grace)
     print_failures(result, err)
-    if result.exit_code == FINISHED and any(plan.folder.glob(f"island-*/{PROGRESS_FILE}")):
+    if result.exit_code == STOPPED:
+        out.print("the same command continues if the script resumes from its checkpoints", highlight=False)
+    if result.exit_code in (FINISHED, STOPPED) and any(plan.folder.glob(f"island-*/{PROGRESS_FILE}")):
         out.print(f"its figures: hf-diloco report {plan.folder}", soft_wrap=True, highlight=False)
     return result.exit_code
 

@@ -12,7 +12,8 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from hf_diloco.utils.files import read_json
 
 BEFORE_TRAINING = "starting"
-AT_THE_END = ("done", "failed")
+STOPPED_EARLY = "stopped"
+AT_THE_END = ("done", STOPPED_EARLY, "failed")
 
 _Figure = Annotated[float, AfterValidator(lambda value: value if math.isfinite(value) else None)]
 """None in the place of what is no finite number."""
@@ -23,7 +24,8 @@ class Progress:
     """Where an island stands.
 
     Attributes:
-        state: starting, training, syncing, evaluating, saving, done or failed.
+        state: starting, training, syncing, evaluating, saving, done or failed; of a script also stopped: its training
+            ended early, because it was asked to.
         step: optimizer steps done, of `max_steps` (0: not known yet).
         round: synchronisations done.
         loss: the last training loss; None before the first.

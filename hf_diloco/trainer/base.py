@@ -193,7 +193,9 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         tokens = tokens_per_step(self._facts, examples)
         unit = "examples" if tokens is None else "tokens"
         progress = Progress(folder, trainer.state.max_steps, unit=unit, record=folder_of(args), noun=self._noun)
-        files = RunFilesCallback(progress, self._num_rounds, self._sync_every, tokens or examples, in_script=True)
+        files = RunFilesCallback(
+            progress, self._num_rounds, self._sync_every, tokens or examples, was_stopped=lambda: self.stopped
+        )
         trainer.add_callback(files)  # Trainers call what is added while they call others
 
     def _num_rounds(self) -> int:

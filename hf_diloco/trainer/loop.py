@@ -184,7 +184,7 @@ class OuterLoop(HasOuterWeights):
             session.conclude()
         self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
         self._record.close()
-        self._show_end(state="done", message="stopped on request" if self.stopped else "")
+        self._show_end(state="stopped" if self.stopped else "done")
         session.leave(finished=not self.stopped)
 
     def _fail(self, error: BaseException) -> None:

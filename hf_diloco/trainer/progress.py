@@ -112,7 +112,7 @@ class RunFilesCallback(TrainerCallback):
         rounds: gives the number of rounds completed.
         sync_every: inner steps between rounds; 0 for none.
         tokens_per_step: of the whole island.
-        in_script: of a user's own, whose training is left as it is.
+        was_stopped: of a user's own script, whose training is left as it is: whether it ended because it was asked to.
         evaluates_at_end: lets training end with an evaluation, but not in a script.
     """
 
@@ -122,15 +122,15 @@ class RunFilesCallback(TrainerCallback):
         rounds: Callable[[], int],
         sync_every: int,
         tokens_per_step: int,
-        in_script: bool = False,
+        was_stopped: Callable[[], bool] | None = None,
         evaluates_at_end: bool = True,
     ) -> None:
         self._progress = progress
         self._rounds = rounds
         self._sync_every = sync_every
         self._tokens_per_step = tokens_per_step
-        self._in_script = in_script
-        self._evaluates_at_end = evaluates_at_end and not in_script
+        self._was_stopped = was_stopped
+        self._evaluates_at_end = evaluates_at_end and was_stopped is None
         self._speed = Speed()
         self._is_training = False
 
@@ -138,7 +138,7 @@ class RunFilesCallback(TrainerCallback):
         """Training begins."""
         self._is_training = True
         self._speed.restart()
-        self._update(state, state="training", message="")
+        self._update(state, state="training", message="", max_steps=state.max_steps)  # a script may train again
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -171,9 +171,9 @@ class RunFilesCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training has ended, and nobody else says when all is done."""
-        self._is_training = not self._in_script
-        if self._in_script:
-            self._update(state, state="done")
+        self._is_training = self._was_stopped is None
+        if self._was_stopped is not None:
+            self._update(state, state="stopped" if self._was_stopped() else "done")
 
     def _resume(self, state: TrainerState, now: str) -> None:
         self._speed.restart()

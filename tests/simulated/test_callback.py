@@ -187,6 +187,12 @@ def test_the_launcher_of_a_script_sees_its_end_and_its_record(tmp_path: Path, mo
     assert (shown.state, shown.noun, shown.unit) == ("done", "island", "tokens")
     assert summarise(load_run(tmp_path / "launched")).num_rounds == 2
 
+    callback.stop()
+    trainer.args.max_steps = 12
+    trainer.train()
+    shown = read_progress(launched / "progress.json")
+    assert (shown.state, shown.step, shown.max_steps) == ("stopped", 1, 12)
+
 
 def test_deepspeed_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
