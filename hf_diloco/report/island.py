@@ -231,14 +231,14 @@ def seen_until(island: IslandRun, per_step: str, step: float = math.inf) -> floa
 def _steps_of_sections(island: IslandRun, step: float = math.inf) -> list[int]:
     """How many steps of each section stand, of those up to `step`: until where a later one resumes.
 
-    A node that returns to the others begins behind steps that it has not taken.
+    A node that returns to the others begins behind steps that it has not taken, and a script may resume from another
+    run's checkpoint.
     """
     steps: list[int] = []
     step = min(step, island.last_step or 0)
     for section in reversed(island.sections):
         begun = section.start.step if section.start else 0
-        is_node = section.start is not None and section.start.method is not None
-        last = max(record.step for record in section.records) if is_node else step
+        last = max(record.step for record in section.records)
         steps.insert(0, max(0, int(min(step, last)) - begun))
         step = min(step, begun)
     return steps

@@ -180,6 +180,12 @@ class Refused(Record):
     islands: dict[str, str] = Field(default_factory=dict)
 
 
+class Save(Record):
+    """A checkpoint of this step was written, from which a later section may go on."""
+
+    event: Literal["save"]
+
+
 class End(Record):
     """Training ended in order; times are of the section since its `start`. A run ends for all with its last round."""
 
@@ -190,7 +196,7 @@ class End(Record):
     run_is_over: bool = False
 
 
-AnyRecord = Start | Train | Eval | Sync | Mix | Neighbour | Refused | End
+AnyRecord = Start | Train | Eval | Sync | Mix | Neighbour | Refused | Save | End
 
 _ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Annotated[AnyRecord, Field(discriminator="event")])
 
@@ -199,7 +205,7 @@ def parse_line(line: bytes) -> AnyRecord | None:
     """Reads one line of `metrics.jsonl`.
 
     Returns:
-        The record; None for an event that the report has no use for (`save`, or one of a later version).
+        The record; None for an event of a later version.
 
     Raises:
         ValueError: when the line is torn, is no JSON, or holds a value that cannot be one of its kind.

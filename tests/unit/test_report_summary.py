@@ -14,6 +14,7 @@ from tests.report_runs import (
     BYTES_A_ROUND,
     EVAL_LOSS,
     PARAMETERS,
+    TOKENS_A_STEP,
     end,
     evaluation,
     start,
@@ -354,6 +355,14 @@ def test_a_record_that_begins_at_a_resume(tmp_path: Path) -> None:
     report = report_of(tmp_path, [start(num_islands=2, step=2), sync(2, 4), end()])
     assert report.bytes_per_step_sync == 2 * 1000 * 4  # the two steps on record
     assert any("record begins at step 2: its figures cover what follows alone" in w for w in report.warnings)
+
+
+def test_steps_of_another_run_from_whose_checkpoint_a_script_resumed_do_not_count(tmp_path: Path) -> None:
+    killed = [start(), train(1, 3.0), {"event": "save", "step": 2, "path": "checkpoint-2"}, start(step=2)]
+    resumed = [start(step=100, max_steps=104), train(104, 2.0), end(104)]
+    (island,) = report_of(tmp_path, [*killed, train(3, 2.0), *resumed]).islands
+    assert (island.steps, island.num_tokens) == (104, (3 + 4) * TOKENS_A_STEP)
+    assert island.bytes_per_step_sync == (3 + 4) * PARAMETERS * 4
 
 
 def test_a_loss_of_a_thousand_has_an_infinite_perplexity(tmp_path: Path) -> None:
