@@ -74,8 +74,8 @@ def _rendezvous_of(run: str) -> str:
         return found.rendezvous
     if not found.settings:
         raise ConfigError(
-            f"{run} does not say where its islands meet. If the run has just begun, look again in a moment; for the "
-            "run of a script, give the rendezvous that `hf-diloco launch` showed, such as tcp://10.0.0.1:29400"
+            f"{run} does not say where its islands meet. If the run has just begun, look again in a moment, or give "
+            "the rendezvous that `hf-diloco launch` showed, such as tcp://10.0.0.1:29400"
         )
     raise ConfigError(f"{run} has no islands that meet anywhere; see `hf-diloco report {run}`")
 

@@ -91,7 +91,10 @@ class Run:
 
     @property
     def rendezvous(self) -> str | None:
-        """Where its islands, or nodes, meet, as far as its settings say."""
+        """Where its islands, or nodes, meet, as its settings say, or the record of a script, which has none."""
+        if not self.settings:
+            starts = (island.start for island in self.islands)
+            return next((start.rendezvous for start in starts if start and start.rendezvous), None)
         blocks = (self.settings.get(name) for name in ("diloco", "gossip"))
         return next((str(url) for one in blocks if isinstance(one, Mapping) and (url := one.get("rendezvous"))), None)
 

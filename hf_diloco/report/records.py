@@ -37,6 +37,7 @@ class Start(Record):
 
     Attributes:
         launched_in: the launcher's folder of the island, where a script writes its record to another.
+        rendezvous: where the islands, or nodes, meet.
         round: rounds of the run that were complete; an island may have completed more, in a run that began anew since.
     """
 
@@ -60,6 +61,7 @@ class Start(Record):
     examples_per_step: Rate | None = None
     has_outer_loop: bool = True
     launched_in: str | None = None
+    rendezvous: str | None = None
     round: Count | None = None
 
     @property

@@ -48,6 +48,7 @@ from hf_diloco.trainer.gossip_start import Beginning, CommonSteps, check_gossip
 from hf_diloco.trainer.record import NodeRecord
 from hf_diloco.trainer.views import MeanView
 from hf_diloco.trainer.write_failures import replaced
+from hf_diloco.utils.redact import redact
 
 logger = logging.getLogger("hf_diloco")
 
@@ -369,6 +370,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             **(self.config.slowmo.record if self.config.slowmo else {}),
             island=self.config.node,
             num_islands=self.config.num_nodes,
+            rendezvous=redact(self.config.rendezvous),
             num_ranks=args.world_size,
             shards="whole parameters",
             num_parameters=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),

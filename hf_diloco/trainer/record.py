@@ -21,6 +21,7 @@ from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.progress import launchers_folder
 from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.files import METRICS_FILE, finite
+from hf_diloco.utils.redact import redact
 from hf_diloco.utils.text import plural
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class IslandRecord(Record):
             step,
             island=config.island,
             num_islands=config.num_islands,
+            rendezvous=redact(config.rendezvous),
             num_ranks=size,
             shards=f"{shards.description}, {size} {plural('rank', size)}",
             num_parameters=shards.num_parameters,

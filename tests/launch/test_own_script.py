@@ -30,6 +30,7 @@ def test_islands_find_each_other_and_show_where_they_are(tmp_path: Path, process
     assert sorted(island for island, *_ in said) == ["0", "1"]
     assert len({weights for *_, weights in said}) == 1, "4 is a multiple of sync_every"
     assert "done, step 4/4, round 2" in output
+    assert f"meeting at {load_run(tmp_path / 'runs' / SCRIPT[1]).rendezvous};" in output
     assert LAST.search((tmp_path / "runs" / SCRIPT[1] / "island-1" / "log.txt").read_text())
 
 

@@ -39,7 +39,7 @@ from tests.fixed_runs import FixedIsland
 from tests.islands import run_islands, try_islands
 from tests.meetings import Meeting, Member, offer_spoilt
 from tests.processes import Completed, Processes, find_free_port, run
-from tests.report_runs import write_run
+from tests.report_runs import start as start_record, write_island, write_run
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli", "status"]
 ENV = {"NO_COLOR": "1", "COLUMNS": "200"}
@@ -433,6 +433,8 @@ def test_a_run_folder_says_where_its_islands_meet(meeting: Meeting, tmp_path: Pa
     settings = folder / "run.json"
     settings.unlink(missing_ok=True)
     assert "demo does not say where its islands meet. If the run" in status(folder, expect=2).output
+    write_island(tmp_path / "script", 0, [start_record(rendezvous=meeting.url)])
+    assert "2 committed" in status(tmp_path / "script").output
     settings.write_text(json.dumps({"diloco": None, "model": {}}))
     assert "demo has no islands that meet anywhere; see `hf-diloco report" in status(folder, expect=2).output
     settings.write_text(json.dumps({"diloco": {"rendezvous": meeting.url}}))
