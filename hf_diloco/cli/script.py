@@ -55,8 +55,16 @@ def run_script(plan: Plan, *, grace: float, dry_run: bool) -> int:
     print_failures(result, err)
     if result.exit_code == STOPPED:
         out.print("the same command continues if the script resumes from its checkpoints", highlight=False)
-    if result.exit_code in (FINISHED, STOPPED) and any(plan.folder.glob(f"island-*/{PROGRESS_FILE}")):
-        out.print(f"its figures: hf-diloco report {plan.folder}", soft_wrap=True, highlight=False)
+    if result.exit_code in (FINISHED, STOPPED):
+        if any((island.folder / PROGRESS_FILE).exists() for island in plan.islands):
+            out.print(f"its figures: hf-diloco report {plan.folder}", soft_wrap=True, highlight=False)
+        elif plan.num_islands > 1:
+            out.print(
+                "warning: nothing was heard of a DiLoCoCallback, GossipCallback or OuterLoop: without one of them "
+                "islands train apart",
+                soft_wrap=True,
+                highlight=False,
+            )
     return result.exit_code
 
 

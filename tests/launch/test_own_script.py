@@ -58,6 +58,11 @@ def test_ctrl_c_leaves_a_checkpoint_of_each_island(tmp_path: Path, processes: Pr
     assert not [one for one in processes.alive() if one.pid != launcher.pid]
 
 
+def test_islands_of_a_script_without_a_callback_are_said_to_train_apart(tmp_path: Path, processes: Processes) -> None:
+    command = [*LAUNCH, "--output", tmp_path / "runs", "--", "python", "-c", "print('trained')"]
+    assert "warning: nothing was heard of a DiLoCoCallback" in processes.spawn(command).wait().output
+
+
 def test_an_error_of_the_script_is_shown(tmp_path: Path, processes: Processes) -> None:
     command = [*LAUNCH, "--output", tmp_path / "runs", "--", "python", *SCRIPT, tmp_path / "out", "-1"]
     output = processes.spawn(command).wait(expect=1).output
