@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from hf_diloco.cli.display import LineDisplay
 from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
 from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, LogFollower, Outcome, UsefulLines, read_outcome
 from hf_diloco.cli.plan import IslandPlan
-from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError, StopRequested
 from hf_diloco.report.progress import STOPPED_EARLY, Progress, read_progress
 from hf_diloco.utils.files import PROGRESS_FILE, STOP_FILE
 from hf_diloco.utils.redact import redact_text
@@ -36,6 +37,8 @@ from hf_diloco.utils.redact import redact_text
 POLL = 0.1  # seconds
 _NUM_LINES_KEPT = 500  # of a log's end, in memory
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NEXT_TRAINING_ENDED = re.compile(f"{StopRequested.__name__}|{IslandLostError.__name__}")
+"""Errors of a script that trains again after a stop: its islands no longer meet, as each is asked to stop."""
 
 
 class Island:
@@ -121,7 +124,9 @@ class Island:
             if self.outcome.code == FAILED and self._has_saved_as_asked():
                 # It met an island that had left already, which is an error to the one that waits.
                 self.outcome = Outcome(STOPPED, self.outcome.error.removeprefix("error: "))
-            elif self.outcome.code == FINISHED and self.progress.state == STOPPED_EARLY:
+            elif self.progress.state == STOPPED_EARLY and (
+                self.outcome.code == FINISHED or _NEXT_TRAINING_ENDED.search(self.outcome.error)
+            ):
                 self.outcome = Outcome(STOPPED)  # a script mostly ends with 0 all the same
         return list(filter(self._is_useful, lines))
 

@@ -16,7 +16,7 @@ import pytest
 
 from hf_diloco.cli.guard import TERMINATE_GRACE
 from hf_diloco.cli.launch import Island
-from hf_diloco.cli.log import FINISHED, Outcome
+from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, Outcome
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError
 from tests.clocks import AT_ONCE
@@ -245,6 +245,23 @@ def test_a_file_system_without_locks_keeps_no_island_from_running(
     island.kill(after=60)
     assert island.new_lines()[-1] == "trained"
     assert island.outcome == Outcome(FINISHED)
+
+
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [
+        ("exit 0", STOPPED),
+        ("echo hf_diloco.errors.StopRequested: asked to stop; exit 1", STOPPED),  # by its next training
+        ("echo ValueError: no such folder; exit 1", FAILED),
+    ],
+)
+def test_how_a_script_ends_whose_training_was_stopped(tmp_path: Path, then: str, code: int) -> None:
+    says = f'echo \'{{"state": "stopped"}}\' > {tmp_path}/progress.json; {then}'
+    island = Island(IslandPlan(0, tmp_path, ("sh", "-c", says), {}, {}))
+    island.kill(after=60)
+    island.new_lines()
+    assert island.outcome is not None
+    assert island.outcome.code == code
 
 
 def test_an_output_that_is_no_folder(tmp_path: Path) -> None:
