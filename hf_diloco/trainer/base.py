@@ -187,8 +187,10 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def _tell_launcher(self, args: TrainingArguments, trainer: Trainer) -> None:
         """Has the launcher of a user's own script see how far training is."""
         folder, handler = launchers_folder(), trainer.callback_handler
-        if folder is None or any(isinstance(one, RunFilesCallback) for one in handler.callbacks):
+        if folder is None:
             return
+        if any(isinstance(one, RunFilesCallback) and one.is_in_script for one in handler.callbacks):
+            return  # of an earlier training
         examples = examples_per_step(args)
         tokens = tokens_per_step(self._facts, examples)
         unit = "examples" if tokens is None else "tokens"

@@ -130,9 +130,14 @@ class RunFilesCallback(TrainerCallback):
         self._sync_every = sync_every
         self._tokens_per_step = tokens_per_step
         self._was_stopped = was_stopped
-        self._evaluates_at_end = evaluates_at_end and was_stopped is None
+        self._evaluates_at_end = evaluates_at_end and not self.is_in_script
         self._speed = Speed()
         self._is_training = False
+
+    @property
+    def is_in_script(self) -> bool:
+        """Whether it is a user's own script's."""
+        return self._was_stopped is not None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training begins."""
@@ -171,7 +176,7 @@ class RunFilesCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Training has ended, and nobody else says when all is done."""
-        self._is_training = self._was_stopped is None
+        self._is_training = not self.is_in_script
         if self._was_stopped is not None:
             self._update(state, state="stopped" if self._was_stopped() else "done")
 
