@@ -37,6 +37,10 @@ def _is_model_parallel(config: Any) -> bool:
     return config is not None and getattr(config, "non_data_parallel_size", None) != 1
 
 
+def _is_other_than(default: float) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value != default
+
+
 def is_schedule_free(optimizer: Any) -> bool:
     """Whether the name of an optimizer, in `optim` or of its class, is one of schedule-free training."""
     return "schedulefree" in str(getattr(optimizer, "value", optimizer)).replace("_", "").lower()
@@ -186,6 +190,27 @@ REFUSALS: tuple[Refusal, ...] = (
         "the block `optimizer` takes its place; leave one of them out",
         where=("onebit", "muon"),
         values="any, in a run file",
+    ),
+    *(
+        Refusal(
+            name,
+            "it is a setting of Adam's, and has no effect: nodes step with the gossip method, whose settings are "
+            "`momentum` and `options`; leave it out",
+            where=("nodes",),
+            applies=_is_other_than(default),
+            values=f"other than {default:g}",
+        )
+        for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999), ("adam_epsilon", 1e-8))
+    ),
+    *(
+        Refusal(
+            name,
+            "it belongs to the optimizer that `optim` names, and has no effect on the one in its place: a gossip "
+            "method, 1-bit or Muon; leave it out",
+            where=("nodes", "onebit", "muon"),
+            values="any",
+        )
+        for name in ("optim_args", "optim_target_modules")
     ),
     Refusal(
         "fp16",

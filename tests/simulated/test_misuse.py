@@ -27,9 +27,8 @@ from tests.trainers import make_trainer
 # on what islands agree on. A field of a later version is to be decided: here, or in REFUSALS.
 HARMLESS = """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
-    lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
-    optim_target_modules gradient_accumulation_steps average_tokens_across_devices max_grad_norm
-    label_smoothing_factor bf16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing
+    lr_scheduler_kwargs warmup_steps weight_decay gradient_accumulation_steps average_tokens_across_devices
+    max_grad_norm label_smoothing_factor bf16 bf16_full_eval fp16_full_eval tf32 activation_checkpointing
     activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs torch_compile
     torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha
     torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node

@@ -27,6 +27,8 @@ REFUSED_VALUES: dict[str, Any] = {
     "save_strategy": "best",
     "optim": "schedule_free_adamw",
     "lr_scheduler_type": "reduce_lr_on_plateau",
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), 0.5),
+    **dict.fromkeys(("optim_args", "optim_target_modules"), "text"),
     "fsdp": "full_shard",
     "fsdp_config": {"version": 1},
     "parallelism_config": "tp",
@@ -75,7 +77,10 @@ def test_a_run_file_of_islands_refuses(refusal: Refusal) -> None:
         load_run_file(ROOT / "configs" / "quickstart.yaml", [f"training.{refusal.setting}={value}".lower()])
 
 
-@pytest.mark.parametrize("override", ["training.fp16=true", "training.save_total_limit=1"])
+@pytest.mark.parametrize(
+    "override",
+    ["training.fp16=true", "training.save_total_limit=1", "training.adam_beta1=0.5", "training.optim_args=x=1"],
+)
 def test_a_run_file_of_nodes_refuses(override: str) -> None:
     with pytest.raises(ConfigError, match="cannot be used: "):
         read_run_file(VisionRun, ROOT / "configs" / "vision" / "quickstart.yaml", [override])

@@ -426,6 +426,7 @@ def test_half_precision_is_refused() -> None:
         (["deepspeed=null", "training.fp16=true"], "fp16=True cannot be used: its loss scaling skips a step"),
         (["deepspeed=null", "diloco.sync_every=1"], "sync_every=1 cannot be used: the 1-bit all-reduce is between"),
         (["deepspeed=null", "training.optim=adamw_torch"], "optim='adamw_torch' cannot be used: the block"),
+        (["deepspeed=null", "training.optim_args=eps=1"], "optim_args='eps=1' cannot be used: it belongs"),
         (["deepspeed=null", "optimizer.freeze_step=1"], "freeze_step=1: the second moments need"),
         (["deepspeed=null", "optimizer.factor_min=5"], r"factor_min=5\.0 is above factor_max=4\.0"),
         (["deepspeed=null", "optimizer.name=onebit_adam", "optimizer.factor_min=1"], "only onebit_lamb has it"),
