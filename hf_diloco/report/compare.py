@@ -56,7 +56,7 @@ class Candidate:
     @cached_property
     def evaluations(self) -> Points:
         """Evaluation loss of the outer weights by step: the mean over the islands that evaluated there."""
-        return evaluation_points(self.run, "outer")
+        return evaluation_points(self.run)
 
     @cached_property
     def training(self) -> Points:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_diloco.report.island import total
 from hf_diloco.report.read import Run
-from hf_diloco.report.records import Eval, Mix, Train
+from hf_diloco.report.records import Mix, Train
 from hf_diloco.report.summary import Report
 from hf_diloco.utils import text
 from hf_diloco.utils.extras import need
@@ -89,7 +89,12 @@ class Plot:
 def plots(run: Run, report: Report) -> list[Plot]:
     """All figures, in the page's order: of a run that has rounds, or whose nodes average with their neighbours."""
     if report.method is not None:
-        return [loss_plot(run, report), accuracy_plot(run), consensus_plot(run), node_traffic_plot(run, report)]
+        return [
+            loss_plot(run, report),
+            accuracy_plot(run, report),
+            consensus_plot(run),
+            node_traffic_plot(run, report),
+        ]
     return [loss_plot(run, report), traffic_plot(report), time_plot(report), agreement_plot(report)]
 
 
@@ -98,7 +103,7 @@ def loss_plot(run: Run, report: Report) -> Plot:
     title = "Loss"
     losses = {island.island: means((r.step, r.loss) for r in island.of(Train)) for island in run.islands}
     train = {island: points for island, points in losses.items() if points}
-    outer, inner = evaluation_points(run, "outer"), evaluation_points(run, "inner")
+    outer, inner = evaluation_points(run), evaluation_points(run, wanted=False)
     if not train and not outer and not inner:
         return Plot(title, "No loss was recorded.", None)
 
@@ -116,7 +121,7 @@ def loss_plot(run: Run, report: Report) -> Plot:
         axes.locator_params(axis="x", integer=True)
         axes.set(xlabel="inner step", ylabel="loss (nats)" if report.method else "loss (nats per token)")
 
-    weights = "mean of all nodes" if report.method else "outer weights"
+    weights = report.evaluated if report.method else "outer weights"
     legend = [LegendEntry(f"training, {report.noun} {number}", colour(number)) for number in train]
     if len(train) > NUM_COLOURS:
         legend = [LegendEntry(f"training, each of {len(train)} {report.noun}s", colour(next(iter(train))))]
@@ -222,15 +227,15 @@ def agreement_plot(report: Report) -> Plot:
     return Plot(title, caption, draw("agreement", paint), legend)
 
 
-def accuracy_plot(run: Run) -> Plot:
-    """Accuracy of the mean of all nodes."""
-    points = evaluation_points(run, "outer", "eval_accuracy")
-    return _line("Accuracy", points, "accuracy", "Of the mean of all nodes.", "No accuracy was recorded.")
+def accuracy_plot(run: Run, report: Report) -> Plot:
+    """Accuracy of the mean of all nodes, or the mean of their own."""
+    points = evaluation_points(run, "eval_accuracy")
+    return _line("Accuracy", points, "accuracy", f"{report.evaluated.capitalize()}.", "No accuracy was recorded.")
 
 
 def consensus_plot(run: Run) -> Plot:
     """How far the nodes are from their mean."""
-    points = [(step, value) for step, value in evaluation_points(run, "outer", "consensus_distance") if value > 0]
+    points = [(step, value) for step, value in evaluation_points(run, "consensus_distance") if value > 0]
     caption = "The nodes' distance from their mean, relative to its length. Logarithmic scale."
     nothing = "The nodes' distance from their mean was not recorded."
     return _line("Consensus", points, "distance", caption, nothing, is_log=True)
@@ -280,9 +285,9 @@ def node_traffic_plot(run: Run, report: Report) -> Plot:
     return Plot("Traffic between nodes", caption, draw("traffic", paint), tuple(legend))
 
 
-def evaluation_points(run: Run, weights: str, name: str = "eval_loss") -> list[tuple[float, float]]:
-    """A figure of the evaluations of one kind of weights by step: the mean over the islands that evaluated there."""
-    records = [record for island in run.islands for record in island.of(Eval) if record.weights == weights]
+def evaluation_points(run: Run, name: str = "eval_loss", wanted: bool = True) -> list[tuple[float, float]]:
+    """A figure of evaluations by step: the mean over the islands that evaluated there; see `IslandRun.evaluations`."""
+    records = [record for island in run.islands for record in island.evaluations(wanted)]
     return means((record.step, getattr(record, name)) for record in records)
 
 

@@ -62,7 +62,8 @@ class Figures(BaseModel):
     Attributes:
         steps: optimizer steps; of a run, those of the furthest island.
         num_rounds: rounds that stand.
-        eval_loss: of the outer weights, at `eval_step`; of a run the mean over the islands that evaluated them there.
+        eval_loss: of the outer weights at `eval_step`, or with `eval_weights: local` of a node's own; of a run the
+            mean over the islands that evaluated them there.
         eval_accuracy: likewise, in runs of image classifiers.
         consensus_distance: how far all nodes were from their mean then.
         tokens_per_second: over the whole training time, evaluation and saving included; of a run the sum over islands.
@@ -199,9 +200,9 @@ def _bytes_per_step_sync(start: Start, num_steps: int | None) -> int | None:
 
 
 def _last_evaluations(island: IslandRun) -> tuple[Eval | None, Eval | None]:
-    """The last evaluation of the outer weights, and a later one of the inner weights if there is any."""
+    """The last evaluation of the weights that were wanted, and a later one of the inner weights if there is any."""
     evaluations = [record for record in island.of(Eval) if record.eval_loss is not None]
-    outer = next((record for record in reversed(evaluations) if record.weights == "outer"), None)
+    outer = next((record for record in reversed(island.evaluations()) if record.eval_loss is not None), None)
     latest = evaluations[-1] if evaluations else None
     if latest is None or latest.weights != "inner" or (outer is not None and outer.step == latest.step):
         return outer, None

@@ -72,6 +72,11 @@ class IslandRun:
         """The settings of the last start."""
         return next((section.start for section in reversed(self.sections) if section.start), None)
 
+    def evaluations(self, wanted: bool = True) -> list[Eval]:
+        """Those of the weights that were to be evaluated, or of others instead."""
+        kind = self.start.weights_wanted if self.start else "outer"
+        return [one for one in self.of(Eval) if one.weights is not None and (one.weights == kind) is wanted]
+
 
 @dataclass(frozen=True)
 class Run:

@@ -63,6 +63,12 @@ class Start(Record):
     launched_in: str | None = None
     rendezvous: str | None = None
     round: Count | None = None
+    eval_weights: str | None = None
+
+    @property
+    def weights_wanted(self) -> str:
+        """Which weights are to be evaluated: a node's own where the user has set that, else the common ones."""
+        return "inner" if self.eval_weights == "local" else "outer"
 
     @property
     def images_per_step(self) -> float | None:

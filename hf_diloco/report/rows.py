@@ -73,7 +73,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
     step, distance = text.count(report.eval_step), report.consensus_distance
     if report.method is not None:
         consensus = text.MISSING if distance is None else f"relative distance from the mean: {text.number(distance)}"
-        of_what = "" if report.eval_step is None else f"  (mean of all nodes, step {step})"
+        of_what = "" if report.eval_step is None else f"  ({report.evaluated}, step {step})"
         accuracy, loss = report.eval_accuracy, text.loss(report.eval_loss)
         rows = [
             *([] if accuracy is None else [("accuracy", f"{text.share(accuracy)}{of_what}")]),
@@ -199,8 +199,8 @@ def tiles(report: Report) -> list[Tile]:
     sent, would = text.size(report.bytes_sent), text.size(report.bytes_per_step_sync)
     if report.method is not None:
         return [
-            Tile("Accuracy", text.share(report.eval_accuracy), f"mean of all nodes, step {step}"),
-            Tile("Evaluation loss", loss, "of the mean of all nodes"),
+            Tile("Accuracy", text.share(report.eval_accuracy), f"{report.evaluated}, step {step}"),
+            Tile("Evaluation loss", loss, report.evaluated),
             Tile("Sent", sent, f"data parallel: {would}"),
             Tile("Images/s", text.rate(report.images_per_second), "all nodes"),
             Tile("Exchanging", text.share(shares.exchanging), "of the time"),

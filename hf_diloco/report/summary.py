@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict
 from hf_diloco.report.island import NO_START, Figures, IslandReport, TimeSplit, summarise_island, total
 from hf_diloco.report.progress import AT_THE_END
 from hf_diloco.report.read import IslandRun, Run
-from hf_diloco.report.records import Eval, Neighbour, Refused, Sync
+from hf_diloco.report.records import Neighbour, Refused, Sync
 from hf_diloco.utils.text import counted, name_all, plural
 
 _SETTINGS = {
-    *("num_parameters", "sync_every", "payload", "max_steps", "method", "topology"),
+    *("num_parameters", "sync_every", "payload", "max_steps", "method", "topology", "eval_weights"),
     *("outer_method", "outer_lr", "outer_momentum"),
 }
 """What a report takes from the record of a start as it is."""
@@ -61,7 +61,7 @@ class Report(Figures):
         num_rounds_compared: rounds of which at least two islands' hashes are here.
         named_losses: where several data sets were evaluated, the outer weights' loss on each, the last time: the mean
             over the islands that evaluated it there.
-        method, topology: of nodes that average with their neighbours; None where islands have rounds.
+        method, topology, eval_weights: of nodes that average with their neighbours; None where islands have rounds.
     """
 
     name: str
@@ -86,11 +86,17 @@ class Report(Figures):
     rounds: tuple[RoundReport, ...]
     method: str | None = None
     topology: str | None = None
+    eval_weights: str | None = None
 
     @property
     def noun(self) -> str:
         """What takes part: islands, or nodes that average with their neighbours."""
         return "island" if self.method is None else "node"
+
+    @property
+    def evaluated(self) -> str:
+        """What the evaluations of nodes are of."""
+        return "mean of the nodes' own" if self.eval_weights == "local" else "mean of all nodes"
 
     @property
     def size(self) -> int:
@@ -183,8 +189,8 @@ def _round(number: int, by_island: dict[int, Sync]) -> RoundReport:
 
 def _named_losses(run: Run) -> dict[str, float]:
     at_steps: dict[str, dict[int, list[float]]] = {}
-    for record in (record for island in run.islands for record in island.of(Eval)):
-        if record.named_loss is not None and record.weights == "outer":
+    for record in (record for island in run.islands for record in island.evaluations()):
+        if record.named_loss is not None:
             at_steps.setdefault(record.name, {}).setdefault(record.step, []).append(record.named_loss)
     last = {name: losses[max(losses)] for name, losses in at_steps.items()}
     return {name: sum(losses) / len(losses) for name, losses in last.items()}

@@ -375,7 +375,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             shards="whole parameters",
             num_parameters=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
             method=optimizer.name,
-            payload=self.config.payload,
+            **self.config.model_dump(include={"payload", "eval_weights"}),
             topology=self.topology.name,
             rho=self.topology.rho,
             max_steps=state.max_steps,

@@ -36,6 +36,7 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.records import Record
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.report import load_run, summarise
 from hf_diloco.trainer.saving import Saving
 from tests.islands import run_islands, try_islands
 from tests.tiny_nodes import events, run_of, simulate, weights
@@ -347,3 +348,6 @@ def test_a_run_that_ends_again_evaluates_the_weights_that_it_says(tmp_path: Path
     for node in range(3):
         summary = json.loads((run.folder / f"island-{node}" / "summary.json").read_text())
         assert summary["eval_weights"] == events(run, node, "eval")[-1]["weights"] == "inner"
+    report = summarise(load_run(run.folder))
+    assert report.eval_loss == pytest.approx(summary["eval_loss"])
+    assert not any("was of its own weights" in warning for warning in report.warnings)

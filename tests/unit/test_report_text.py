@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -90,6 +91,16 @@ def test_what_is_missing_is_a_dash(tmp_path: Path) -> None:
     start = {"event": "start", "step": 0, "method": "dsgd", "topology": "ring"}
     output = flat(printed(write_island(tmp_path / "nodes", 0, [start]).parent, width=200))
     assert "data parallel — time — method dsgd on ring consensus —" in output
+
+
+def test_nodes_that_evaluate_their_own_weights(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"method": "dsgd", "topology": "ring", "eval_weights": "local", "num_islands": 2}
+    for node, loss in enumerate((2.0, 3.0)):
+        evaluated = {**evaluation(4, loss, weights="inner"), "eval_accuracy": loss / 10}
+        write_island(tmp_path, node, [start(node, **own), evaluated, end()])
+    output = flat(printed(tmp_path))
+    assert "accuracy 25.0 % (mean of the nodes' own, step 4) evaluation loss 2.5000" in output
+    assert "of its own weights" not in output
 
 
 def test_a_run_without_an_outer_loop(tmp_path: Path) -> None:

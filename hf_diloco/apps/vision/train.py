@@ -110,6 +110,8 @@ def _finish(node: VisionNode, progress: Progress) -> None:
     if node.speaks:
         nodes = node.callback.nodes_in_mean
         what = f"the mean of {len(nodes)} nodes" if weights == "outer" and nodes[1:] else f"node {config.node}"
+        if config.eval_weights == "local" and config.num_nodes > 1:
+            what = "each node by itself, on average"
         say(f"{what}: accuracy {accuracy:.2%}, loss {loss:.4f}")
         if config.node == 0:
             say(f"model: {run.folder / MODEL_FOLDER}")
