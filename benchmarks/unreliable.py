@@ -32,7 +32,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.apps.common.environment import STOPPED
 
 FINISHED = 0
 DROP_RATES = (0.0, 0.1, 0.3, 0.5)

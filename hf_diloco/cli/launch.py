@@ -25,9 +25,10 @@ from typing import TextIO
 
 import psutil
 
+from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.cli.display import LineDisplay
 from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
-from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, LogFollower, Outcome, UsefulLines, read_outcome
+from hf_diloco.cli.log import FAILED, FINISHED, LogFollower, Outcome, UsefulLines, read_outcome
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError, StopRequested
 from hf_diloco.report.progress import STOPPED_EARLY, Progress, read_progress

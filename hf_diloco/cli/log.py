@@ -11,9 +11,10 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_diloco.apps.common.environment import STOPPED
+
 FINISHED = 0
 FAILED = 1
-STOPPED = 3  # stopped on request, with a checkpoint to continue from
 
 _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[(?:rank|default)\d+\]:\s?")

@@ -15,8 +15,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_diloco.apps.common.environment import prepare_environment
-from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.apps.common.environment import STOPPED, prepare_environment
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.lm.train import train
 from hf_diloco.errors import ConfigError

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, LogFollower, UsefulLines, clean, read_outcome, root_error
+from hf_diloco.apps.common.environment import STOPPED
+from hf_diloco.cli.log import FAILED, FINISHED, LogFollower, UsefulLines, clean, read_outcome, root_error
 
 # As accelerate 1.15 and torch 2.13 write them.
 TORCHRUN = """\

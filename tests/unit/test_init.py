@@ -19,10 +19,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.cli.engines import ENGINES, plan_deployment
 from hf_diloco.cli.init import init as init_command
-from hf_diloco.cli.log import STOPPED
 from hf_diloco.cli.main import app
 from hf_diloco.cli.plan import LaunchOptions
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.common.simulation import train_together
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.gossip.threads import Turns

@@ -10,6 +10,7 @@ from hf_diloco.errors import ConfigError
 
 ENV_DEBUG = "HF_DILOCO_DEBUG"  # show tracebacks of expected errors
 ENV_LAUNCHED = "HF_DILOCO_LAUNCHED"  # set by `hf-diloco launch`, which draws its own progress bars
+STOPPED = 3  # exit code of an island or node: ended on request, with a checkpoint to go on from
 
 _TRUE = {"1", "true", "yes", "y", "t", "on"}
 _OF_LAUNCHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DYNAMO_BACKEND")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=BaseRun)
 
-STOPPED = 3  # exit code: ended on request, with a checkpoint
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers")
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 

@@ -18,9 +18,10 @@ import torch
 from pydantic import ValidationError
 
 from hf_diloco.apps.common.base import BaseRun
+from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.common.hub import publish
 from hf_diloco.apps.common.model_card import Training, write_card
-from hf_diloco.apps.common.process import STOPPED, say
+from hf_diloco.apps.common.process import say
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report.island import summarise_island

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from transformers import Trainer
 
-from hf_diloco.apps.common.process import STOPPED
+from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.common.simulation import LONGEST_WAIT, train_together
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.apps.lm.train import train_island
