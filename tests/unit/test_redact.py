@@ -111,10 +111,9 @@ def test_run_json_report_progress_and_log_hide_them(tmp_path: Path) -> None:
     from hf_diloco.apps.common.process import write_run_json
     from hf_diloco.trainer.progress import Progress
 
-    overrides = [f"output={tmp_path}", "name=told", "training.hub_token=s3cr3t"]
-    run = read_run_file(
-        RunFile, ROOT / "configs" / "quickstart.yaml", [*overrides, "training.hub_model_id=http://u:s3cr3t@h"]
-    )
+    overrides = [f"output={tmp_path}", "name=told", "model.path=null"]
+    config = "model.config={model_type: llama, hub_token: s3cr3t, url: http://u:s3cr3t@h}"
+    run = read_run_file(RunFile, ROOT / "configs" / "quickstart.yaml", [*overrides, config])
     folder = run.island_folder()
     folder.mkdir(parents=True)
     write_run_json(run)

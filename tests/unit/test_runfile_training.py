@@ -69,8 +69,12 @@ def test_a_name_that_is_wrong_is_told() -> None:
 
 def test_what_is_decided_elsewhere_is_told_with_the_place() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_run_file("quickstart", [f"training.{name}=1" for name in ("output_dir", "seed")])
+        load_run_file(
+            "quickstart", [f"training.{name}=1" for name in ("output_dir", "seed", "bf16_full_eval", "hub_model_id")]
+        )
     assert "training: output_dir cannot be set here: checkpoints go to OUTPUT/NAME/island-K" in str(caught.value)
+    assert "bf16_full_eval cannot be set here: evaluations belong to training" in str(caught.value)
+    assert "hub_model_id cannot be set here: the final model alone is pushed; set push_to_hub" in str(caught.value)
     assert "seed cannot be set here: set seed at the top of the run file" in str(caught.value)
 
 

@@ -48,8 +48,22 @@ DECIDED_ELSEWHERE = {
     "label_names": "the data has one, labels",
     "eval_use_gather_object": "evaluations gather the loss, a tensor",
     "train_sampling_strategy": "all sequences are equally long",
+    "length_column_name": "all sequences are equally long",
+    **dict.fromkeys(
+        ("prediction_loss_only", "eval_do_concat_batches", "include_for_metrics", "batch_eval_metrics"),
+        "the task decides what evaluations measure",
+    ),
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        "evaluations belong to training, in whose number format they run; set bf16",
+    ),
+    **dict.fromkeys(
+        ("hub_model_id", "hub_revision", "hub_strategy", "hub_always_push"),
+        "the final model alone is pushed; set push_to_hub at the top of the run file",
+    ),
+    "hub_token": "the token is that of this machine's user; run `hf auth login`, or set HF_TOKEN",
 }
-"""Settings of the Trainer that a run file decides in another place, by name, with that place."""
+"""Settings of the Trainer that a run file decides in another place, or that have no effect, each with the reason."""
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
 
