@@ -55,6 +55,13 @@ WRONG = {
     "training.report_to=[tensorbord]": "'tensorbord' is not to be had here .did you mean tensorboard",
     "deepspeed={zero_optimization: {stage: 7}}": "deepspeed: zero_optimization.stage: .*, got 7",
     "deepspeed={zero_optimization: {stge: 2}}": "deepspeed: zero_optimization.stge: extra inputs are not permitted",
+    "deepspeed={zero_optimization: {}, optimizer: {type: AdamW, params: {lr: auto, torch_adam: true}}}": (
+        'training.adam_beta2 has no effect: set deepspeed: optimizer.params.betas to "auto"'
+    ),
+    "deepspeed={zero_optimization: {}, scheduler: {type: WarmupLR}}": (
+        "training.lr_scheduler_type has no effect, as deepspeed has its own scheduler: leave one of them out"
+    ),
+    "training.optim=sgd": "training.adam_beta2 has no effect with training.optim=sgd: leave it out",
     "deepspeed={optimizer: {type: AdmW}, zero_optimization: {}}": (
         "deepspeed: optimizer.type: 'AdmW' is none .did you mean adam.*torch.op"
     ),
@@ -189,9 +196,10 @@ def test_settings_of_the_process_group_and_of_no_trackers_pass(tmp_path: Path) -
 
 
 def test_settings_that_deepspeed_knows_pass(tmp_path: Path) -> None:
+    automatic = dict.fromkeys(("lr", "betas", "weight_decay"), "auto")
     settings = {
         "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}, "legacy_fusion": False},
+        "optimizer": {"type": "AdamW", "params": {**automatic, "torch_adam": True}, "legacy_fusion": False},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
         "data_types": {"grad_accum_dtype": "float32", "buffer_dtype": None, "keep_in_fp32_modules": "auto"},
         "checkpoint": {"tag_validation": "Warn", "parallel_write": {"pipeline_stage": False}},
@@ -205,7 +213,8 @@ def test_settings_that_deepspeed_knows_pass(tmp_path: Path) -> None:
         **{"communication_data_type": "fp32", "sequence_parallel_size": 1, "_comment": "of whoever wrote this"},
     }
     (tmp_path / "all.json").write_text(json.dumps(settings))
-    assert dry_run(QUICKSTART, f"output={tmp_path}", f"deepspeed={tmp_path}/all.json", "training.max_grad_norm=1") == 0
+    changes = (f"deepspeed={tmp_path}/all.json", "training.max_grad_norm=1", "training.lr_scheduler_type=null")
+    assert dry_run(QUICKSTART, f"output={tmp_path}", *changes) == 0
 
 
 def test_replicas_of_shards_pass(tmp_path: Path) -> None:

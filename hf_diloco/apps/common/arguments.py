@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -42,6 +43,7 @@ _RANGES: dict[str, Any] = {
     "dataloader_num_workers": Field(ge=0, le=1024),  # each a process
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Field(ge=0, lt=1)),
 }
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # what some optimizers are made of
 
@@ -97,8 +99,8 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
     with refusing("training", (ValueError, TypeError, AssertionError, ImportError, OSError)):
         args = TrainingArguments(**settings)
     if (deepspeed := getattr(args, "hf_deepspeed_config", None)) is not None:
-        check_deepspeed(deepspeed, args)
-    _try_settings(args)
+        check_deepspeed(deepspeed, args, run.training)
+    _try_settings(args, run.training)
     metric = "loss" if args.metric_for_best_model is None else args.metric_for_best_model.removeprefix("eval_")
     if metric not in run.metrics:
         known = ", ".join(run.metrics)
@@ -108,8 +110,13 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
     return args
 
 
-def _try_settings(args: TrainingArguments) -> None:
-    """Makes what the Trainer makes of its arguments once data and model are ready, which may take hours."""
+def _try_settings(args: TrainingArguments, training: Mapping[str, Any]) -> None:
+    """Makes what the Trainer makes of its arguments once data and model are ready, which may take hours.
+
+    Args:
+        args: the arguments.
+        training: what the run file says.
+    """
     import torch
     from accelerate.utils import DynamoBackend, GradientAccumulationPlugin
     from torch.utils.data import DataLoader
@@ -142,6 +149,12 @@ def _try_settings(args: TrainingArguments) -> None:
             kind, options = Trainer.get_optimizer_cls_and_kwargs(args, nothing)
             if not any(name in options for name in _OF_THE_MODEL):
                 optimizer = kind(nothing.parameters(), **options)
+        for name in (name for name in _OF_ADAM if name in training):
+            other = copy.copy(args)
+            setattr(other, name, (getattr(args, name) + 0.5) / 2)
+            if Trainer.get_optimizer_cls_and_kwargs(other, nothing)[1] == options:
+                chosen = f"training.optim={OptimizerNames(args.optim).value}"
+                raise ConfigError(f"training.{name} has no effect with {chosen}: leave it out")
     kwargs: Any = args.lr_scheduler_kwargs
     with refusing(
         f"training.lr_scheduler_type={SchedulerType(args.lr_scheduler_type).value}, lr_scheduler_kwargs={kwargs}"

@@ -19,7 +19,7 @@ from hf_diloco.utils.settings import refusing
 from hf_diloco.utils.text import nearest, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from deepspeed.runtime.config import DeepSpeedConfig
     from transformers import TrainingArguments
@@ -37,6 +37,13 @@ _OF_ADAM = {"torch_adam", "adam_w_mode"}
 _OF_MUON = _OF_ADAM | {"lr", "momentum", "weight_decay", "ns_method", "betas", "eps", "muon_lr", "adam_lr"}
 _OF_MUON |= {"foreach", "fp32_optimizer_states"}
 """Settings of `optimizer.params` that DeepSpeed takes out before it makes the optimizer."""
+_TAKEN_BY_OPTIMIZER = {
+    "learning_rate": "lr",
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "betas"),
+    "adam_epsilon": "eps",
+    "weight_decay": "weight_decay",
+}
+"""Settings of `training` by the place in `optimizer.params` in which "auto" takes them over."""
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _FILLED_LATER = (
     *("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
@@ -111,19 +118,22 @@ def try_deepspeed(run: BaseRun, args: TrainingArguments) -> None:
         filled = HfTrainerDeepSpeedConfig(config)
         filled.trainer_config_process(SimpleNamespace(**vars(args), world_size=run.launch.num_processes))
         DeepSpeedPlugin(hf_ds_config=filled)  # which fills it in further
-        check_deepspeed(filled, args)
+        check_deepspeed(filled, args, run.training)
     finally:
         unset_hf_deepspeed_config()
 
 
-def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -> None:
+def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments, training: Mapping[str, Any]) -> None:
     """Has DeepSpeed read its configuration, as it will once data and model are ready, which may take hours.
 
     Args:
         filled: the configuration, with what `args` put in the place of "auto".
+        args: the Trainer's arguments.
+        training: what the run file says of them.
 
     Raises:
-        ConfigError: it contradicts `args`; or DeepSpeed refuses it, with its reason, or would ignore a setting.
+        ConfigError: it contradicts `args`, or leaves a setting of `training` without effect; or DeepSpeed refuses it,
+            with its reason, or would ignore a setting.
     """
     import_deepspeed_quietly()
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -158,6 +168,28 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments) -
     if wrong := "; ".join([*asked.wrong_types(), *asked.unknown()]):
         raise ConfigError(f"deepspeed: {wrong}")
     _check_dtypes(read)
+    if without_effect := "; ".join(_without_effect(config, training)):
+        raise ConfigError(without_effect)
+
+
+def _without_effect(config: Mapping[str, Any], training: Mapping[str, Any]) -> Iterator[str]:
+    """Settings of `training` of which an optimizer or scheduler of DeepSpeed's takes nothing over."""
+    for block, replaced, taken in (
+        ("optimizer", ("optim", "optim_args", "optim_target_modules"), _TAKEN_BY_OPTIMIZER),
+        ("scheduler", ("lr_scheduler_type", "lr_scheduler_kwargs"), {"warmup_steps": "warmup_num_steps"}),
+    ):
+        if block not in config:
+            continue
+        for name in training.keys() & {*replaced}:
+            yield f"training.{name} has no effect, as deepspeed has its own {block}: leave one of them out"
+        params = config[block].get("params", {})
+        by_scheduler = get_at(config, ("scheduler", "params")) or {}
+        for name, key in taken.items():
+            if name == "learning_rate" and "warmup_max_lr" in by_scheduler:
+                continue
+            if name in training and key not in params:
+                place = f"deepspeed: {block}.params.{key}"
+                yield f'training.{name} has no effect: set {place} to "auto", or leave training.{name} out'
 
 
 def _check_dtypes(read: DeepSpeedConfig) -> None:
