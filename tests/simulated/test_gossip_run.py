@@ -338,6 +338,7 @@ def test_the_learning_rate_drops_at_steps(tmp_path: Path) -> None:
         ("training.fp16=true", "bf16"),
         ("training.optim=adamw_torch", "nodes step with gossip.method"),
         ("gossip.options={weight_decay: 0.1}", "set it in TrainingArguments"),
+        ("schedule.drop_by=0.5", "drop_by has no effect without drop_at"),
         ("gossip.rendezvous=s3://bucket/run", "too slow"),
         ("gossip.node=7", "numbered from 0 to 2"),
         ("gossip.momentum=1", "less than 1"),

@@ -24,7 +24,7 @@ WRONG = {
     "training.lr_scheduler_type=cosin": "training.lr_scheduler_type: 'cosin' is not one of linear, .* mean cosine",
     "training.eval_strategy=none": "training.eval_strategy: 'none' is not one of no, steps, epoch",
     "training.optim=adam": "training.optim: 'adam' is not one of adamw_torch, ",
-    "training.gradient_checkpointing_kwargs='{'": "training.gradient_checkpointing_kwargs: expected a block of `key",
+    "training.lr_scheduler_kwargs='{'": "training.lr_scheduler_kwargs: expected a block of `key",
     "training.torch_compile_mode=fast": "training.torch_compile_mode: 'fast' is not one of default, ",
     "training.torch_compile_backend=''": "training.torch_compile_backend: '' is not a valid DynamoBackend",
     "training.metric_for_best_model=''": "training.metric_for_best_model: no evaluation has ''; set it to one of loss",
@@ -61,6 +61,9 @@ WRONG = {
     "deepspeed={zero_optimization: {}, scheduler: {type: WarmupLR}}": (
         "training.lr_scheduler_type has no effect, as deepspeed has its own scheduler: leave one of them out"
     ),
+    "training.eval_strategy=null": "training: eval_steps has no effect without eval_strategy: set that too",
+    "training.gradient_checkpointing_kwargs={x: 1}": "gradient_checkpointing_kwargs has no effect without activation_",
+    "model.mask_share=0.3": "model: mask_share belongs to objective masked, but objective is causal",
     "training.optim=sgd": "training.adam_beta2 has no effect with training.optim=sgd: leave it out",
     "deepspeed={optimizer: {type: AdmW}, zero_optimization: {}}": (
         "deepspeed: optimizer.type: 'AdmW' is none .did you mean adam.*torch.op"

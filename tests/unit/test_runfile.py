@@ -185,6 +185,11 @@ WRONG = {
     "hub without path": (MINIMAL, ["data.source=hub"], "path is missing"),
     "ignored setting": (MINIMAL, ["data.path=org/name"], "path belongs to source hub, but source is embedded"),
     "column of embedded": (MINIMAL, ["data.text_column=body"], "no columns"),
+    "seed of a stream": (
+        MINIMAL,
+        ["data.source=c4", "training.data_seed=1"],
+        "training.data_seed has no effect on a stream",
+    ),
     "embedded stream": (MINIMAL, ["data.streaming=true"], "cannot be streamed"),
     "domains": (MINIMAL, ["data.shares=domains"], "one domain a file"),
     "one file for a list": (MINIMAL, ["data={source: files, files: a.txt}"], "'a.txt': write data.files=[a.txt]"),

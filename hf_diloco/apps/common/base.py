@@ -65,6 +65,14 @@ DECIDED_ELSEWHERE = {
 }
 """Settings of the Trainer that a run file decides in another place, or that have no effect, each with the reason."""
 
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+_SWITCHED_BY = {
+    **dict.fromkeys(("eval_steps", "eval_delay"), ("eval_strategy",)),
+    **dict.fromkeys((f"{name}_kwargs" for name in _CHECKPOINTING), _CHECKPOINTING),
+    "liger_kernel_config": ("use_liger_kernel",),
+}
+"""Settings of the Trainer that are nothing without another one, or its older name. That may be off, if it is there."""
+
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
 
 MODELS = ("preset", "path", "config")
@@ -212,6 +220,9 @@ class BaseRun(Block):
         problems = [f"{name}={problem}" for name, problem in find_refused(training, cls.where)]
         elsewhere = [name for name in training if name in DECIDED_ELSEWHERE]
         problems += [f"{name} cannot be set here: {DECIDED_ELSEWHERE[name]}" for name in elsewhere]
+        for name, switches in _SWITCHED_BY.items():
+            if training.get(name) is not None and not training.keys() & {*switches}:
+                problems.append(f"{name} has no effect without {switches[0]}: set that too, or leave {name} out")
         if problems:
             raise ValueError("; ".join(problems))
         max_steps = training.get("max_steps")

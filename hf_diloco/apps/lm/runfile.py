@@ -49,6 +49,8 @@ class ModelBlock(Block):
             raise ValueError(
                 f"objective masked: preset {self.preset} is causal; give a config, as {{model_type: bert}}"
             )
+        if self.objective == "causal" and self.mask_share != type(self).model_fields["mask_share"].default:
+            raise ValueError("mask_share belongs to objective masked, but objective is causal")
         return self
 
 
@@ -152,6 +154,11 @@ class RunFile(BaseRun):
             raise ValueError(
                 f"training.dataloader_num_workers: {workers}, but a stream is read by rank 0 itself, which knows its "
                 "position; set it to 0, or data.streaming to false"
+            )
+        if self.data.streaming and self.training.get("data_seed") is not None:
+            raise ValueError(
+                "training.data_seed has no effect on a stream, which is read in its own order; leave it out, or set "
+                "data.streaming to false"
             )
         if self.diloco.enabled:
             refuse_uncounted(self.diloco.weight_by, self.training.get("include_num_input_tokens_seen"))

@@ -178,6 +178,8 @@ class ScheduleBlock(Block):
     def _check(self) -> ScheduleBlock:
         if sorted(set(self.drop_at)) != self.drop_at:
             raise ValueError(f"drop_at: steps must grow, got {self.drop_at}")
+        if not self.drop_at and self.drop_by != type(self).model_fields["drop_by"].default:
+            raise ValueError("drop_by has no effect without drop_at: give the steps at which the rate drops too")
         return self
 
 
@@ -257,12 +259,11 @@ class VisionRun(BaseRun):
     def _check_optimizer_and_schedule(self) -> VisionRun:
         if "optim" in self.training:
             raise ValueError("training.optim has no effect: nodes step with gossip.method; leave it out")
-        kind = self.training.get("lr_scheduler_type")
-        if self.schedule.drop_at and kind is not None:
-            raise ValueError(
-                f"schedule.drop_at and training.lr_scheduler_type ({kind}) both say how the rate changes: leave one "
-                "out"
-            )
+        for name in ("lr_scheduler_type", "lr_scheduler_kwargs") if self.schedule.drop_at else ():
+            if (given := self.training.get(name)) is not None:
+                raise ValueError(
+                    f"schedule.drop_at and training.{name} ({given}) both say how the rate changes: leave one out"
+                )
         if self.data.augment.is_active and self.training.get("dataloader_persistent_workers"):
             raise ValueError(
                 "training.dataloader_persistent_workers: such workers would augment each epoch as the first; leave it "
