@@ -367,6 +367,18 @@ def test_wrong_methods_are_refused_before_anything_starts(overrides: list[str], 
         run_of(tmp_path, *overrides).check()
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.gradient_checkpointing=true", "ResNetForImageClassification cannot compute activations again"),
+        ("training.neftune_noise_alpha=5", "ResNetForImageClassification has no embeddings of its input"),
+    ],
+)
+def test_what_the_model_cannot_do(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate(run_of(tmp_path, override))
+
+
 def test_too_few_examples_for_a_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="smallest share has 80 examples, fewer than the 100"):
         simulate(run_of(tmp_path, "training.per_device_train_batch_size=100"))

@@ -23,7 +23,7 @@ from hf_diloco.utils.settings import refusing
 from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
 _TOO_LARGE = 2**63
 _POSITIVE = (
@@ -179,6 +179,20 @@ def check_evaluation(args: TrainingArguments, num_examples: int) -> None:
             f"training.dataloader_drop_last: of {num_examples} examples to evaluate on no batch of {at_once} is left; "
             "set it to false, or lower per_device_eval_batch_size"
         )
+
+
+def check_model(args: TrainingArguments, model: PreTrainedModel) -> None:
+    """Raises `ConfigError` for what the model's class cannot do, which training would find when all have met."""
+    kind = type(model).__name__
+    if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise ConfigError(f"training.gradient_checkpointing: {kind} cannot compute activations again; set it to false")
+    if args.neftune_noise_alpha is not None:
+        try:
+            model.get_input_embeddings()
+        except NotImplementedError:
+            raise ConfigError(
+                f"training.neftune_noise_alpha: {kind} has no embeddings of its input to add noise to; leave it out"
+            ) from None
 
 
 def uses_cpu(run: BaseRun) -> bool:

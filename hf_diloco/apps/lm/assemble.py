@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
+from hf_diloco.apps.common.arguments import check_evaluation, check_model, training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
 from hf_diloco.apps.common.training import LONGEST_PREPARATION, Assembled, check_world, find_checkpoint, leader_first
 from hf_diloco.apps.data.build import Datasets, build_datasets
@@ -64,6 +64,7 @@ def assemble(
     tokenizer = build_tokenizer(run, ranks)
     with _without_deepspeed(args):
         sketch = sketch_model(run, tokenizer)
+    check_model(args, sketch)
     progress.update(message="preparing the data")
     with leader_first(ranks):  # the others find its tokenised files in the cache of `datasets`
         data = build_datasets(run.data, tokenizer, run.diloco.island, run.diloco.num_shares)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Subset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_diloco.apps.common.arguments import check_evaluation, training_arguments
+from hf_diloco.apps.common.arguments import check_evaluation, check_model, training_arguments
 from hf_diloco.apps.common.training import LONGEST_PREPARATION, Assembled, check_world, find_checkpoint, leader_first
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
@@ -54,6 +54,7 @@ def assemble(
     _check_share(config, args, data)
     progress.update(message="building the model")
     model = build_model(run.model, data, run.seed)
+    check_model(args, model)
     evaluation = Subset(data.evaluation, range(config.node, len(data.evaluation), config.num_nodes))
     check_evaluation(args, len(evaluation))
     callback = GossipCallback(
