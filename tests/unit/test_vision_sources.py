@@ -79,6 +79,10 @@ def test_a_held_out_part_that_is_empty_is_an_error() -> None:
 def test_folder(tmp_path: Path, split: str | None, num_eval: int) -> None:
     write_folder(tmp_path, {"train": 10, **({split: 2} if split else {})})
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no picture")
+    (tmp_path / "train" / "cat" / "._0.png").write_text("another program's")
+    for place in ("cat/.ipynb_checkpoints", ".ipynb_checkpoints"):
+        (tmp_path / "train" / place).mkdir()
+        picture(0).save(tmp_path / "train" / place / "0-checkpoint.png")
     source = open_source(ImageDataBlock(source="folder", path=str(tmp_path)))
     assert source.label_names == CLASSES
     assert len(source.train.labels) == 30 - (0 if split else 3)

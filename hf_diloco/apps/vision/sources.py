@@ -126,7 +126,7 @@ def _open_folder(folder: Path) -> tuple[Pictures, Pictures | None, list[str]]:
     if not (folder / "train").is_dir():
         raise ConfigError(f"data.path: {folder} has no folder train; source folder needs {folder}/train/CLASS/*.png")
     splits = [split for split in ("train", *_EVAL_SPLITS) if (folder / split).is_dir()][:2]
-    names = sorted(entry.name for entry in (folder / "train").iterdir() if entry.is_dir())
+    names = [entry.name for entry in _class_folders(folder / "train")]
     opened = [_open_class_folders(folder / split, names) for split in splits]
     if missing := [name for number, name in enumerate(names) if number not in opened[0].labels]:
         raise ConfigError(
@@ -152,6 +152,15 @@ def find_dataset(data: ImageDataBlock) -> None:
         load_dataset_builder(str(data.path), name=data.name)
 
 
+def _class_folders(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.relative_to(folder)))
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether a path has a part that is another program's, as `.ipynb_checkpoints` and `._1.png` are."""
+    return any(part.startswith(".") for part in path.parts)
+
+
 def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
     from datasets import Dataset, Features, Image, Value
     from PIL.Image import registered_extensions
@@ -159,10 +168,11 @@ def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
     known = registered_extensions()
     files: list[str] = []
     labels: list[int] = []
-    for entry in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
+    for entry in _class_folders(folder):
         if entry.name not in names:
             raise ConfigError(f"data.path: {entry} is a class that {folder.parent}/train does not have; remove it")
-        found = sorted(str(file) for file in entry.rglob("*") if file.suffix.lower() in known and file.is_file())
+        visible = (file for file in entry.rglob("*") if not _is_hidden(file.relative_to(entry)))
+        found = sorted(str(file) for file in visible if file.suffix.lower() in known and file.is_file())
         files += found
         labels += [names.index(entry.name)] * len(found)
     if not files:
