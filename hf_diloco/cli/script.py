@@ -16,10 +16,11 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 from hf_diloco.apps.common.base import problem_of_name
+from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.lm.runfile import outer_loop
 from hf_diloco.cli import devices
 from hf_diloco.cli.display import terminal
-from hf_diloco.cli.log import FINISHED, STOPPED
+from hf_diloco.cli.log import FINISHED
 from hf_diloco.cli.plan import IslandPlan, Plan, island_environment, place_to_meet
 from hf_diloco.cli.run import print_commands, print_failures, run_islands
 from hf_diloco.config.base import ENV_FOLDER

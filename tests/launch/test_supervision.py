@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.cli.guard import TERMINATE_GRACE
 from hf_diloco.cli.launch import Island
-from hf_diloco.cli.log import FAILED, FINISHED, STOPPED, Outcome
+from hf_diloco.cli.log import FAILED, FINISHED, Outcome
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError
 from tests.clocks import AT_ONCE
