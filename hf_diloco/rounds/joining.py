@@ -331,7 +331,7 @@ def await_islands(
     while True:
         heartbeats = members.look()
         alive = members.alive()
-        gone = {island for island in members.heard if heartbeats[island].phase == "left"}
+        gone = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "left"} & members.heard
         for island in gone - told:  # as who is refused does, which is told there, in its own log
             logger.warning("island %d came, and has left again: its own log says why", island)
         told = gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -47,7 +48,8 @@ def use(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Call
     def open_it(where: S3Server | FaultyProxy, timeout: float = TIMEOUT) -> ObjectStore:
         for name, value in where.environment().items():
             monkeypatch.setenv(name, value)
-        return ObjectStore(f"{where.url}/{request.node.name}/deep".replace("[", "-").replace("]", ""), timeout)
+        own = re.sub(r"[^a-z0-9]+", "-", request.node.name)  # an error that names it must not name a remedy
+        return ObjectStore(f"{where.url}/{own}/deep", timeout)
 
     return open_it
 
@@ -306,7 +308,7 @@ def test_what_stays_wrong_is_told_with_its_remedy(
         FaultyProxy(server, lambda *_: status, code) as proxy,
         pytest.raises(RendezvousError, match=remedy) as caught,
     ):
-        use(proxy, timeout=LONG)
+        use(proxy, timeout=TIMEOUT if status == 501 else LONG)  # of which the client repeats 5xx for half
     assert code in str(caught.value) or status == 301
     assert time.monotonic() - begun < AT_ONCE
 

@@ -12,7 +12,7 @@ import pytest
 
 from hf_diloco.rounds import open as opening
 from hf_diloco.store import log, objects, question
-from hf_diloco.store.backends import Cloud
+from hf_diloco.store.backends import Cloud, Server
 from hf_diloco.store.question import MAX_WAIT_SECONDS
 from hf_diloco.utils.threads import ask_together
 from tests.clocks import FastClock
@@ -81,13 +81,18 @@ def test_at_a_server_of_ours_a_round_asks_a_few_questions(engine: str, tmp_path:
         def island(number: int) -> Member:
             member = meeting.island(number)
             store = member.session.store
+            server = store._backend
+            assert isinstance(server, Server)
             for _ in range(ROUNDS):
                 member.step()
                 member.step()
                 at_once.wait()
-                with mock.patch.object(store, "ask", wraps=store.ask) as ask:
+                with (
+                    mock.patch.object(store, "ask", wraps=store.ask) as ask,
+                    mock.patch.object(server, "create", wraps=server.create) as create,
+                ):
                     member.sync()
-                asked.append(ask.call_count)
+                asked.append(ask.call_count + create.call_count)
             return member
 
         members = run_islands(3, island)
