@@ -58,8 +58,10 @@ class IslandGroup:
         return [json.loads(bytes(item[: int(length)].numpy())) for item, length in zip(gathered, lengths, strict=True)]
 
     def gather_briefly(self, item: Any, seconds: float) -> None:
-        """Has the others' `gather` hear `item`, if they come to it in time: for a rank that ends, and so they never
-        wait for it elsewhere."""
+        """Takes part in the others' next `gather` with `item`, if that comes within so many seconds.
+
+        For the last word of a rank that is about to end: nobody can gather with it afterwards.
+        """
 
         def gather() -> None:
             with suppress(RuntimeError):  # they have ended, too

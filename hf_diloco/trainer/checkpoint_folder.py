@@ -22,7 +22,7 @@ logger = logging.getLogger("hf_diloco")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 _LAST_WORD_SECONDS = 10.0
-"""How long a rank that failed waits to tell the others, who may write yet; or wait for it, where it never comes."""
+"""How long a rank that failed waits for the others, which may still be writing, to tell them why."""
 
 
 class CheckpointFolder:

@@ -247,8 +247,10 @@ class Beginning:
 
     @contextmanager
     def _refusing_together(self) -> Iterator[None]:
-        """What is wrong in the records of all, each node finds inside: none ends before all have read them, as with
-        node 0 go those who read on."""
+        """Within, each node checks the records of all. If it refuses them, it ends only when all have read them.
+
+        Node 0 may keep the store: were it to end first, the others could not read why.
+        """
         try:
             yield
         except DiLoCoError:

@@ -112,8 +112,9 @@ class RandomEdgeMatching(_Matching):
     def steps_to_all(self) -> int:
         """See `Topology.steps_to_all`.
 
-        A link is drawn with a probability of at least p = 1 / (d_i + d_j - 1), d_i and d_j of them at its ends: as
-        often it comes first of these. Over the largest distance D it takes D draws; here there are 2 D + 8 on average.
+        A link is drawn if it comes first among the d_i + d_j - 1 links at its two ends, itself included, and so with
+        a probability of at least p = 1 / (d_i + d_j - 1). News needs D such draws to go the largest distance D; in
+        the steps returned, (2 D + 8) / p of the rarest link, 2 D + 8 are to be expected.
         """
         num_links = Counter(node for link in self._links for node in link)
         rarest = max((num_links[one] + num_links[other] - 1 for one, other in self._links), default=1)
