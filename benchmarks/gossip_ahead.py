@@ -35,7 +35,7 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.heartbeats import Members
-from hf_diloco.methods.gossip import DSGD
+from hf_diloco.methods.gossip.dsgd import DSGD
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.store.values import ValueStore
 from tests.processes import Processes

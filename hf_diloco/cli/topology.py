@@ -79,8 +79,8 @@ def topology(
         str,
         typer.Argument(
             metavar="NAME|FILE",
-            help="ring, grid, star, hypercube, exponential, symmetric-exponential, one-peer-exponential, "
-            "random-matching, full; or your own: a file of weights (.npy, .csv, .json), or FILE.py:CLASS",
+            help="A graph of docs/topology.md, such as ring; or your own: a file of weights (.npy, .csv, .json), or "
+            "FILE.py:CLASS.",
             show_default=False,
         ),
     ],

@@ -1,38 +1,25 @@
-"""Number formats on the wire: one file each, and this registry."""
+"""Number formats on the wire: one file each, which is all that they need. `base` says what a codec must define."""
 
 from __future__ import annotations
 
 import sys
 from functools import cache
 
-import torch
-
-from hf_diloco.codecs.base import CastCodec, Codec
-from hf_diloco.codecs.fp4 import Fp4Codec
-from hf_diloco.codecs.int4 import Int4Codec
-from hf_diloco.codecs.int8 import Int8Codec
-from hf_diloco.codecs.sign import SignCodec
-from hf_diloco.codecs.topk import TopKCodec
+from hf_diloco.codecs.base import Codec
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.utils.own_files import is_own, load_own
+from hf_diloco.utils.own_files import FORM, classes_in, is_own, load_own
+from hf_diloco.utils.text import nearest
 
 if sys.byteorder != "little":
     raise UnsupportedError("codecs need a little-endian processor: numbers travel as they lie in memory")
 
-_ALL: list[Codec] = [
-    CastCodec("fp32", torch.float32),
-    CastCodec("bf16", torch.bfloat16),
-    CastCodec("fp16", torch.float16),
-    Int8Codec(),
-    Int4Codec(),
-    Fp4Codec(),
-    TopKCodec(),
-    SignCodec(),
-]
-
-CODECS: dict[str, Codec] = {codec.name: codec for codec in _ALL}
+CODECS: dict[str, Codec] = {
+    kind.name: kind()
+    for kind in classes_in(__name__, Codec)  # type: ignore[type-abstract]
+}
 """All that islands may name to each other; those of a user's files once `find_codec` has loaded them."""
-_BUILT_IN = frozenset(CODECS)
+BUILT_IN = tuple(CODECS)
+"""The names of those that are not a user's."""
 
 
 def find_codec(name: str) -> Codec:
@@ -41,7 +28,14 @@ def find_codec(name: str) -> Codec:
     Raises:
         ValueError: there is none, or it cannot be loaded; with the remedy.
     """
-    return _own_codec(name) if is_own(name) else CODECS[name]
+    if is_own(name):
+        return _own_codec(name)
+    if name not in BUILT_IN:
+        raise ValueError(
+            f"{name!r}: no such number format{nearest(name, BUILT_IN)}; there are {', '.join(BUILT_IN)}, or "
+            f"{FORM} of your own"
+        )
+    return CODECS[name]
 
 
 @cache
@@ -54,10 +48,12 @@ def _own_codec(name: str) -> Codec:
     for needed, sort in (("name", str), ("block_values", int), ("block_bytes", int)):
         if not isinstance(getattr(codec, needed, None), sort):
             raise ValueError(f"{name!r}: {kind.__name__} says no {needed}: give the class that attribute")
-    if codec.name in _BUILT_IN:
+    if not (isinstance(codec.feedback_decay, int | float) and 0 <= codec.feedback_decay <= 1):
+        raise ValueError(f"{name!r}: feedback_decay is {codec.feedback_decay!r}: give a share, from 0 to 1")
+    if codec.name in BUILT_IN:
         raise ValueError(f"{name!r}: {codec.name} is a codec of hf_diloco: give the class another name")
     CODECS[codec.name] = codec
     return codec
 
 
-__all__ = ["CODECS", "Codec", "find_codec"]
+__all__ = ["BUILT_IN", "CODECS", "Codec", "find_codec"]

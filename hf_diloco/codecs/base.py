@@ -1,4 +1,4 @@
-"""The seam between numbers and bytes: codecs, casts as the plainest, and error feedback for what they leave out.
+"""The seam between numbers and bytes: what a codec is, and error feedback for what it leaves out.
 
 Error feedback adds to a pseudo-gradient what a codec left out of the one before:
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -42,15 +43,23 @@ class Codec(ABC):
         block_values: values in a block; a power of two.
         block_bytes: bytes that they take.
         is_exact: decoding gives back every value bit for bit.
-        needs_feedback: what is left out is most of the values. It must be sent later (`ErrorFeedback`), and an
-            average cannot be coded again: islands send each other their codes, and each averages by itself.
+        feedback_decay: by default the share of what is left out that is sent later (`ErrorFeedback`, whose `decay` it
+            is). Above 0: what is left out is most of the values (`needs_feedback`).
     """
 
     name: str
     block_values: int
     block_bytes: int
     is_exact = False
-    needs_feedback = False
+    feedback_decay: ClassVar[float] = 0.0
+
+    @property
+    def needs_feedback(self) -> bool:
+        """Without feedback nothing is learnt, and an average cannot be coded again.
+
+        So islands send each other their codes, and each averages by itself.
+        """
+        return self.feedback_decay > 0
 
     def num_bytes(self, num_values: int) -> int:
         """Bytes that `num_values` values take."""
@@ -93,35 +102,6 @@ class Codec(ABC):
 
 
 _round_trips = Workspace()
-
-
-class CastCodec(Codec):
-    """Sends values in a floating-point type of 32 or 16 bits: no scale, no error feedback.
-
-    OpenDiLoCo (arXiv 2407.07852) sends fp16, which reaches to 65,504: larger magnitudes are clamped to it rather than
-    becoming infinite.
-    """
-
-    block_values = 1
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
-        self.block_bytes = dtype.itemsize
-        self.is_exact = dtype == torch.float32
-        self._dtype = dtype
-        self._workspace = Workspace()
-
-    def encode(self, values: torch.Tensor, code: torch.Tensor) -> None:
-        if self._dtype != torch.float16:
-            code.view(self._dtype).copy_(values)
-            return
-        limit = torch.finfo(torch.float16).max
-        for part, out in zip(values.split(TILE_VALUES), code.view(self._dtype).split(TILE_VALUES), strict=True):
-            clamped = self._workspace.take("clamped", part.numel(), torch.float32, values.device)
-            out.copy_(torch.clamp(part, -limit, limit, out=clamped))
-
-    def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
-        values.copy_(code.view(self._dtype))
 
 
 class ErrorFeedback:

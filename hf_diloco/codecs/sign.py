@@ -89,7 +89,7 @@ class SignCodec(BlockCodec):
     name = "sign"
     block_values = 4096
     block_bytes = 4 + block_values // 8
-    needs_feedback = True
+    feedback_decay = 1.0
 
     loops = Loops(_encode, _decode)
 

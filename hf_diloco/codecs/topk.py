@@ -184,7 +184,7 @@ class TopKCodec(BlockCodec):
     name = "topk"
     block_values = BLOCK
     block_bytes = 4 + KEPT * ENTRY_BITS // 8
-    needs_feedback = True
+    feedback_decay = 0.95  # as SparseLoCo's (arXiv 2508.15706)
 
     loops = Loops(_encode, _decode)
 

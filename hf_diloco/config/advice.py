@@ -7,7 +7,6 @@ import logging
 from pydantic import BaseModel
 
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS, is_given
-from hf_diloco.config.checks import FEEDBACK_DECAYS
 from hf_diloco.config.diloco import DiLoCoConfig
 
 logger = logging.getLogger("hf_diloco")
@@ -75,7 +74,7 @@ def _warn_about_end(config: DiLoCoConfig, max_steps: int) -> None:
 
 def _warn_about_momentum(config: DiLoCoConfig, max_steps: int) -> None:
     rounds = max_steps // config.sync_every
-    if config.payload in FEEDBACK_DECAYS and config.outer_momentum:
+    if config.default_feedback and config.outer_momentum:
         logger.warning(
             "payload %s has error feedback, which carries the past on as outer_momentum %g does: together they may "
             "overshoot. Set outer_momentum to 0 and outer_lr to 1, as SparseLoCo does",

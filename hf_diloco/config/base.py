@@ -6,14 +6,13 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainSerializer, ValidationError, WrapValidator
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.methods.outer import METHODS
 from hf_diloco.methods.outer.base import is_auto
-from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.public_keys import parse_public
 from hf_diloco.utils.redact import redact
 from hf_diloco.utils.settings import Block
@@ -228,15 +227,6 @@ OuterRate = Annotated[float, Field(gt=0, le=10), WrapValidator(_or_auto), PlainS
 OuterMomentum = Annotated[float, Field(ge=0, lt=1), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
 
 
-def _or_own(value: Any, check: Callable[[Any], Any]) -> Any:
-    if not (isinstance(value, str) and is_own(value)):
-        return check(value)
-    from hf_diloco.codecs import find_codec
-
-    find_codec(value)
-    return value
-
-
 def tell_of_own(schema: dict[str, Any]) -> None:
     """Adds FILE.py:CLASS to the JSON schema of a name."""
     known = {name: schema.pop(name) for name in [*schema] if name in ("type", "enum")}
@@ -249,8 +239,25 @@ def list_methods(schema: dict[str, Any]) -> None:
     tell_of_own(schema)
 
 
-Payload = Annotated[
-    Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"],
-    WrapValidator(_or_own),
-    PlainSerializer(lambda value: value),
-]
+PLAIN_PAYLOAD = "fp32"
+"""Leaves nothing out. Settings with it are read without torch, which codecs import."""
+
+
+def list_payloads(schema: dict[str, Any]) -> None:
+    """Puts the names of all codecs into a JSON schema."""
+    from hf_diloco.codecs import BUILT_IN
+
+    schema["enum"] = list(BUILT_IN)
+    tell_of_own(schema)
+
+
+def _check_payload(name: str) -> str:
+    if name != PLAIN_PAYLOAD:
+        from hf_diloco.codecs import find_codec
+
+        find_codec(name)
+    return name
+
+
+Payload = Annotated[str, AfterValidator(_check_payload)]
+"""The name of a codec, or of a user's own."""

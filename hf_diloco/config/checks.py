@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.methods.outer import find_method
 from hf_diloco.methods.outer.base import is_auto
-from hf_diloco.utils.own_files import is_own
 from hf_diloco.utils.settings import compile_pattern
 
 if TYPE_CHECKING:
     from hf_diloco.config.diloco import DiLoCoConfig
-
-FEEDBACK_DECAYS = {"topk": 0.95, "sign": 1.0}
-"""Payloads that need error feedback, and how much of it they get by default (arXiv 2508.15706; 2104.06069)."""
 
 
 def check_method(config: DiLoCoConfig) -> None:
@@ -48,18 +44,10 @@ def check_feedback(config: DiLoCoConfig) -> None:
             f"error_feedback={config.error_feedback:g} has no use with payload=fp32, which leaves nothing out: "
             "remove it, or choose another payload"
         )
-    if is_own(config.payload) and not config.error_feedback:
-        from hf_diloco.codecs import find_codec
-
-        if find_codec(config.payload).needs_feedback:
-            raise ValueError(
-                f"payload={config.payload} says that it needs_feedback, and has none: set error_feedback, to 1 or a "
-                "little less"
-            )
-    if config.payload in FEEDBACK_DECAYS and config.error_feedback == 0:
+    if config.error_feedback == 0 and config.default_feedback:
         raise ValueError(
             f"payload={config.payload} leaves out most of a pseudo-gradient and does not learn without "
-            f"error_feedback: remove error_feedback=0 (default {FEEDBACK_DECAYS[config.payload]:g})"
+            f"error_feedback: remove error_feedback=0 (default {config.default_feedback:g})"
         )
 
 

@@ -12,6 +12,7 @@ from hf_diloco.config.base import (
     ENV_ISLAND,
     ENV_NUM_ISLANDS,
     ENV_RENDEZVOUS,
+    PLAIN_PAYLOAD,
     Identities,
     OptionOrNone,
     OuterMomentum,
@@ -24,8 +25,8 @@ from hf_diloco.config.base import (
     describe,
     from_env,
     list_methods,
+    list_payloads,
     tell_of_auto,
-    tell_of_own,
 )
 from hf_diloco.methods.outer import find_method
 from hf_diloco.utils.urls import check_store_url, is_object_store, split_tcp_url
@@ -63,7 +64,7 @@ class DiLoCoConfig(StrictModel):
         default="fp32",
         description="number format of the pseudo-gradients on the wire; sums are always fp32. topk sends 64 values of "
         "4,096 in 2 bits, sign 1 bit per value. Or FILE.py:CLASS of your own",
-        json_schema_extra=tell_of_own,
+        json_schema_extra=list_payloads,
     )
     error_feedback: float | None = Field(
         default=None,
@@ -275,7 +276,16 @@ class DiLoCoConfig(StrictModel):
     @property
     def feedback_decay(self) -> float:
         """Share of what the payload left out that is added to the next pseudo-gradient."""
-        return checks.FEEDBACK_DECAYS.get(self.payload, 0.0) if self.error_feedback is None else self.error_feedback
+        return self.default_feedback if self.error_feedback is None else self.error_feedback
+
+    @property
+    def default_feedback(self) -> float:
+        """`feedback_decay` where `error_feedback` is not set: above 0 for payloads that leave out most values."""
+        if self.payload == PLAIN_PAYLOAD:
+            return 0.0
+        from hf_diloco.codecs import find_codec
+
+        return find_codec(self.payload).feedback_decay
 
     @property
     def is_streaming(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from hf_diloco.config.base import (
     ENV_ISLAND,
     ENV_NUM_ISLANDS,
     ENV_RENDEZVOUS,
+    PLAIN_PAYLOAD,
     Identities,
     Option,
     OwnAddress,
@@ -18,10 +20,31 @@ from hf_diloco.config.base import (
     SecretFile,
     StrictModel,
     from_env,
+    tell_of_own,
 )
 from hf_diloco.methods.outer.base import Buffers
 from hf_diloco.utils.settings import Block
+from hf_diloco.utils.text import nearest
 from hf_diloco.utils.urls import is_object_store, split_tcp_url
+
+
+def _list_graphs(schema: dict[str, Any]) -> None:
+    from hf_diloco.methods.topology import GRAPHS, SUFFIXES
+
+    schema["enum"] = list(GRAPHS)
+    tell_of_own(schema)
+    schema["anyOf"].append({"type": "string", "pattern": rf"({'|'.join(map(re.escape, SUFFIXES))})$"})
+
+
+def _list_payloads(schema: dict[str, Any]) -> None:
+    schema["enum"] = _payloads()
+
+
+def _payloads() -> list[str]:
+    """The codecs of which a difference to a replica is learnt without error feedback."""
+    from hf_diloco.codecs import BUILT_IN, CODECS
+
+    return [name for name in BUILT_IN if not CODECS[name].needs_feedback]
 
 
 class SlowMoSettings(Block):
@@ -66,14 +89,14 @@ class GossipConfig(StrictModel):
 
     method: str = Field(
         default="decentlam",
-        description="pmsgd, dsgd, dmsgd, da-dmsgd, decentlam, qg-dmsgd, d2, momentum-consensus, swarm-sgd, or "
+        description="what nodes compute at each step: the name of a method (docs/vision.md, Methods), or "
         "FILE.py:CLASS of your own",
     )
     topology: str = Field(
         default="ring",
-        description="who averages with whom: ring, grid, star, hypercube, exponential, symmetric-exponential, "
-        "one-peer-exponential, random-matching, full, a file of weights (see hf-diloco topology), or FILE.py:CLASS of "
-        "your own",
+        description="who averages with whom: one of these, a file of weights (see hf-diloco topology), or "
+        "FILE.py:CLASS of your own",
+        json_schema_extra=_list_graphs,
     )
     topology_seed: int = Field(default=0, description="seed of random matchings")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="β; default: the method's (0.9)")
@@ -90,10 +113,11 @@ class GossipConfig(StrictModel):
         description="slow momentum over the method (SlowMo): an outer step every sync_every steps; {}: with its "
         "defaults; null: none",
     )
-    payload: Literal["fp32", "bf16", "fp16", "int8", "int4", "fp4"] = Field(
-        default="fp32",
+    payload: str = Field(
+        default=PLAIN_PAYLOAD,
         description="number format in which vectors travel; below fp32, of their differences to replicas that the "
         "neighbours keep",
+        json_schema_extra=_list_payloads,
     )
     buffers: Literal["average", "local"] = Field(
         default="average",
@@ -158,15 +182,19 @@ class GossipConfig(StrictModel):
                 )
         return values
 
-    @field_validator("payload", mode="before")
+    @field_validator("payload")
     @classmethod
-    def _check_payload(cls, value: Any) -> Any:
-        if value in ("topk", "sign"):
+    def _check_payload(cls, name: str) -> str:
+        if name == PLAIN_PAYLOAD or name in (known := _payloads()):
+            return name
+        from hf_diloco.codecs import BUILT_IN
+
+        if name in BUILT_IN:
             raise ValueError(
-                f"payload {value} leaves out most of a difference, so that nodes would drift apart without a "
-                "consensus step below 1, which is not offered: give bf16, fp16, int8, int4 or fp4"
+                f"payload {name} leaves out most of a difference, so that nodes would drift apart without a consensus "
+                f"step below 1, which is not offered: give one of {', '.join(known)}"
             )
-        return value
+        raise ValueError(f"{name!r}: no such number format{nearest(name, known)}; there are {', '.join(known)}")
 
     @field_validator("options")
     @classmethod

@@ -36,7 +36,8 @@ from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.inner.frozen import frozen_weights
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, frozen_facts, join_facts, remedy_for
 from hf_diloco.membership.fingerprint import check_folders
-from hf_diloco.methods.gossip import GossipOptimizer, SwarmSGD, make_optimizer
+from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
+from hf_diloco.methods.gossip.swarmsgd import SwarmSGD
 from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own

@@ -1,10 +1,15 @@
-"""Classes in a user's own files, which settings name as FILE.py:CLASS. Only settings of this machine are looked at."""
+"""Classes that settings name: those of a folder of the package, and FILE.py:CLASS in a user's own files.
+
+Only settings of this machine are looked at.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Container, Iterable
@@ -16,6 +21,25 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"(?P<file>.+\.py):(?P<class>[A-Za-z_]\w*)")
 FORM = "FILE.py:CLASS"
+
+
+def classes_in(package: str, base: type[T]) -> list[type[T]]:
+    """The classes that the files of a package define: a new file there needs no entry anywhere else.
+
+    Args:
+        package: name; all of its modules are imported.
+        base: of which they are; they are complete, and have a `name` of their own.
+
+    Returns:
+        in the order of the files' names, and as they stand in a file.
+    """
+    found = []
+    for file in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        module = importlib.import_module(f"{package}.{file.name}")
+        own = [kind for kind in vars(module).values() if getattr(kind, "__module__", None) == module.__name__]
+        classes = [kind for kind in own if isinstance(kind, type) and issubclass(kind, base) and "name" in vars(kind)]
+        found += [kind for kind in classes if not inspect.isabstract(kind)]
+    return found
 
 
 def is_own(name: str) -> bool:

@@ -105,7 +105,7 @@ def test_islands_with_different_files_are_refused(folder: Path) -> None:
         ("payload", "half.py:Sized", "Sized says no block_bytes: give the class that attribute"),
         ("payload", "half.py:Builtin", "fp32 is a codec of hf_diloco: give the class another name"),
         ("payload", "half.py:Asking", "Asking() cannot be made ("),
-        ("payload", "half.py:Lossy", "half.py:Lossy says that it needs_feedback, and has none: set error_feedback"),
+        ("payload", "half.py:Lossy", "feedback_decay is 2: give a share, from 0 to 1"),
     ],
 )
 def test_what_cannot_be_used_is_one_clear_error(
@@ -115,14 +115,15 @@ def test_what_cannot_be_used_is_one_clear_error(
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "half.py").write_text(
         "from hf_diloco.codecs import Codec\n"
-        "from hf_diloco.methods.outer import DiLoCo, OuterMethod\n"
+        "from hf_diloco.methods.outer import OuterMethod\n"
+        "from hf_diloco.methods.outer.diloco import DiLoCo\n"
         "class Half(OuterMethod):\n    name = summary = 'half'\n"
         "class Taken(DiLoCo):\n    pass\n"
         "class Coded(Codec):\n    name = 'coded'\n"
         "class Sized(Coded):\n    block_values = 1\n    encode = decode = None\n"
         "class Builtin(Sized):\n    name, block_bytes = 'fp32', 4\n"
         "class Asking(Builtin):\n    def __init__(self, level): pass\n"
-        "class Lossy(Builtin):\n    name, needs_feedback = 'lossy', True\n"
+        "class Lossy(Builtin):\n    name, feedback_decay = 'lossy', 2\n"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         DiLoCoConfig(**{setting: value})
@@ -194,7 +195,8 @@ def test_a_method_or_graph_that_cannot_be_used_is_one_clear_error(
     settings: dict[str, Any], message: str, nodes: Path
 ) -> None:
     (nodes / "half.py").write_text(
-        "from hf_diloco.methods.gossip import DSGD, GossipOptimizer\n"
+        "from hf_diloco.methods.gossip import GossipOptimizer\n"
+        "from hf_diloco.methods.gossip.dsgd import DSGD\n"
         "from hf_diloco.methods.topology import PeriodicTopology\n"
         "class Half(GossipOptimizer):\n    name = 'half'\n"
         "class Nameless(GossipOptimizer):\n    def update(self, x, g): pass\n"

@@ -17,7 +17,9 @@ from transformers import Adafactor
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, ConfigError, DiLoCoError, FingerprintError, UnsupportedError
 from hf_diloco.inner import open_shards
-from hf_diloco.methods.outer import DiLoCo, Groups, OuterMethod, SlowMo, base, make_method
+from hf_diloco.methods.outer import Groups, OuterMethod, base, make_method
+from hf_diloco.methods.outer.diloco import DiLoCo
+from hf_diloco.methods.outer.slowmo import SlowMo
 from hf_diloco.outer.checkpoint import load_outer, read_index
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.fixed import FixedSession
@@ -244,7 +246,7 @@ def test_defaults_are_the_methods() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"method": "slowmoo"}, r"'slowmoo': no such method \(did you mean slowmo\?\); there are diloco, sparseloco"),
+        ({"method": "slowmoo"}, r"'slowmoo': no such method \(did you mean slowmo\?\); there are diloco, eager"),
         ({"options": {"inner_buffers": "keep"}}, "options={'inner_buffers': 'keep'}: method=diloco has no settings"),
         ({**SLOWMO, "options": {"inner_bufers": "keep"}}, "unknown setting options.inner_bufers='keep'"),
         ({**SLOWMO, "options": {"inner_buffers": "drop"}}, "options.inner_buffers: input should be 'zero', 'keep' or"),

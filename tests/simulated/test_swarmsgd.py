@@ -25,7 +25,8 @@ from hf_diloco.errors import CheckpointError, ConfigError, ExchangeError, Unsupp
 from hf_diloco.gossip.mesh.edges import Endpoint
 from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.neighbours import MemoryGraph, MemoryNeighbours, Neighbours
-from hf_diloco.methods.gossip import SwarmSGD, make_optimizer
+from hf_diloco.methods.gossip import make_optimizer
+from hf_diloco.methods.gossip.swarmsgd import SwarmSGD
 from hf_diloco.methods.topology import RandomMatching, Topology, make_topology
 from hf_diloco.methods.topology.matching import RandomEdgeMatching, links
 from hf_diloco.store.values import ValueStore

@@ -37,7 +37,6 @@ def hf_diloco(*arguments: str | Path, expect: int = 0) -> Completed:
         ["status", "--help"],
         ["estimate", "--help"],
         ["doctor", "--help"],
-        ["config-schema"],
     ],
 )
 def test_help_needs_no_torch(arguments: list[str]) -> None:

@@ -92,8 +92,8 @@ def test_a_good_value_is_taken(name: str, value: Any) -> None:
         ("outer_momentum", 1, "less than 1"),
         ("nesterov", "maybe", "valid boolean"),
         ("nesterov", 2, "valid boolean"),
-        ("payload", "fp8", "'fp32', 'bf16', 'fp16'"),
-        ("payload", None, "'fp32', 'bf16', 'fp16'"),
+        ("payload", "fp8", "no such number format (did you mean fp4?); there are fp32, bf16, fp16, fp4, int4"),
+        ("payload", None, "input should be a valid string"),
         ("weight_by", "batches", "'uniform', 'examples' or 'tokens'"),
         ("num_islands", 0, "greater than or equal to 1"),
         ("num_islands", 1025, "less than or equal to 1024"),
@@ -400,7 +400,7 @@ def test_the_json_schema_tells_editors_types_ranges_and_meaning() -> None:
     number = {"exclusiveMinimum": 0, "maximum": 10, "type": "number"}
     assert properties["outer_lr"]["anyOf"] == [number, {"const": "auto"}]
     known, own = properties["payload"]["anyOf"]
-    assert known["enum"] == ["fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "sign"]
+    assert known["enum"] == ["fp32", "bf16", "fp16", "fp4", "int4", "int8", "sign", "topk"]
     assert re.search(own["pattern"], "my_codec.py:Codec")
 
 

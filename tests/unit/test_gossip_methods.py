@@ -12,7 +12,10 @@ import torch
 
 from hf_diloco.errors import CheckpointError, ConfigError, ExchangeError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.methods.gossip import D2, METHODS, DecentLaM, DmSGD, flat, make_optimizer
+from hf_diloco.methods.gossip import METHODS, flat, make_optimizer
+from hf_diloco.methods.gossip.d2 import D2
+from hf_diloco.methods.gossip.decentlam import DecentLaM
+from hf_diloco.methods.gossip.dmsgd import DmSGD
 from hf_diloco.methods.gossip.flat import MAX_LEFT_OUT
 from hf_diloco.methods.gossip.momentum_consensus import move_in_passes, move_on_processor
 from hf_diloco.methods.topology import make_topology
@@ -543,7 +546,7 @@ def test_memory_is_one_vector_of_state_and_two_of_work() -> None:
     ("method", "settings", "words"),
     [
         ("decentlm", {}, ["decentlm", "did you mean decentlam?"]),
-        ("adam", {}, ["adam", "there are pmsgd, dsgd"]),
+        ("adam", {}, ["adam", "there are d2, da-dmsgd"]),
         ("decentlam", {"nesterov": True}, ["nesterov", "no such setting", "momentum"]),
         ("dmsgd", {"momntum": 0.9}, ["momntum", "did you mean momentum?"]),
         ("dmsgd", {"momentum": 1.0}, ["momentum=1.0", "below 1"]),

@@ -17,7 +17,8 @@ import hf_diloco
 from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.neighbours import MemoryGraph
-from hf_diloco.methods.gossip import MomentumConsensus, make_optimizer
+from hf_diloco.methods.gossip import make_optimizer
+from hf_diloco.methods.gossip.momentum_consensus import MomentumConsensus
 from hf_diloco.methods.topology import Topology, check_momentum_consensus, largest_stable_beta, make_topology
 from hf_diloco.methods.topology.matching import RandomMatching
 from hf_diloco.methods.topology.stability import floor_digits, growth

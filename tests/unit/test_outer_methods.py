@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.methods.outer import DiLoCo, base
+from hf_diloco.methods.outer import base
+from hf_diloco.methods.outer.diloco import DiLoCo
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.rounds.fixed import FixedSession

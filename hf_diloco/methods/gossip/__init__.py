@@ -1,4 +1,4 @@
-"""Methods of decentralised training as torch optimizers: one file each, and this registry."""
+"""Methods of decentralised training as torch optimizers: one file each, which is all that they need."""
 
 from __future__ import annotations
 
@@ -12,31 +12,13 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.methods.gossip.base import GossipOptimizer
-from hf_diloco.methods.gossip.d2 import D2
-from hf_diloco.methods.gossip.da_dmsgd import DADmSGD
-from hf_diloco.methods.gossip.decentlam import DecentLaM
-from hf_diloco.methods.gossip.dmsgd import DmSGD
-from hf_diloco.methods.gossip.dsgd import DSGD
-from hf_diloco.methods.gossip.momentum_consensus import MomentumConsensus
-from hf_diloco.methods.gossip.pmsgd import PmSGD
-from hf_diloco.methods.gossip.qg_dmsgd import QGDmSGD
-from hf_diloco.methods.gossip.swarmsgd import SwarmSGD
-from hf_diloco.utils.own_files import FORM, check_names, is_own, load_own
+from hf_diloco.utils.own_files import FORM, check_names, classes_in, is_own, load_own
 from hf_diloco.utils.text import nearest
 
-_ALL: list[type[GossipOptimizer]] = [
-    PmSGD,
-    DSGD,
-    DmSGD,
-    DADmSGD,
-    DecentLaM,
-    QGDmSGD,
-    D2,
-    MomentumConsensus,
-    SwarmSGD,
-]
-
-METHODS: dict[str, type[GossipOptimizer]] = {method.name: method for method in _ALL}
+METHODS: dict[str, type[GossipOptimizer]] = {
+    method.name: method
+    for method in classes_in(__name__, GossipOptimizer)  # type: ignore[type-abstract]
+}
 
 
 def find_method(name: str) -> type[GossipOptimizer]:
@@ -130,19 +112,4 @@ def _check_kind(setting: str, value: object, annotation: object) -> None:
         raise ConfigError(f"{setting}={value!r}: give {words}")
 
 
-__all__ = [
-    "D2",
-    "DSGD",
-    "METHODS",
-    "DADmSGD",
-    "DecentLaM",
-    "DmSGD",
-    "GossipOptimizer",
-    "MomentumConsensus",
-    "PmSGD",
-    "QGDmSGD",
-    "SwarmSGD",
-    "find_method",
-    "make_optimizer",
-    "settings_of",
-]
+__all__ = ["METHODS", "GossipOptimizer", "find_method", "make_optimizer", "settings_of"]

@@ -23,7 +23,8 @@ from hf_diloco.errors import CheckpointError, IslandLostError
 from hf_diloco.gossip.averages import Vectors, mean_of_holders
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
-from hf_diloco.methods.outer import Groups, SlowMo
+from hf_diloco.methods.outer import Groups
+from hf_diloco.methods.outer.slowmo import SlowMo
 from hf_diloco.transport.base import Traffic
 
 logger = logging.getLogger("hf_diloco")

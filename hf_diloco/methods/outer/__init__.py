@@ -1,24 +1,20 @@
-"""The outer methods: one file each, and this registry. `base` says what a method must define."""
+"""The outer methods: one file each, which is all that they need. `base` says what a method must define."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from hf_diloco.methods.outer.base import Groups, MethodOptions, OuterMethod
-from hf_diloco.methods.outer.diloco import DiLoCo
-from hf_diloco.methods.outer.eager import Eager
-from hf_diloco.methods.outer.overlap_local_sgd import OverlapLocalSGD
-from hf_diloco.methods.outer.slowmo import BMUF, LocalSGD, Lookahead, SlowMo
-from hf_diloco.methods.outer.sparseloco import SparseLoCo
-from hf_diloco.utils.own_files import FORM, check_names, is_own, load_own
+from hf_diloco.utils.own_files import FORM, check_names, classes_in, is_own, load_own
 from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
     from hf_diloco.config.diloco import DiLoCoConfig
 
-_ALL: list[type[OuterMethod]] = [DiLoCo, SparseLoCo, Eager, SlowMo, LocalSGD, BMUF, Lookahead, OverlapLocalSGD]
-
-METHODS: dict[str, type[OuterMethod]] = {method.name: method for method in _ALL}
+METHODS: dict[str, type[OuterMethod]] = {
+    method.name: method
+    for method in classes_in(__name__, OuterMethod)  # type: ignore[type-abstract]
+}
 
 
 def find_method(name: str) -> type[OuterMethod]:
@@ -43,16 +39,4 @@ def make_method(config: DiLoCoConfig, groups: Groups | None = None) -> OuterMeth
     return find_method(config.method).make(config, groups or Groups())
 
 
-__all__ = [
-    "METHODS",
-    "DiLoCo",
-    "Eager",
-    "Groups",
-    "MethodOptions",
-    "OuterMethod",
-    "OverlapLocalSGD",
-    "SlowMo",
-    "SparseLoCo",
-    "find_method",
-    "make_method",
-]
+__all__ = ["METHODS", "Groups", "MethodOptions", "OuterMethod", "find_method", "make_method"]

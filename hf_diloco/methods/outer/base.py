@@ -1,6 +1,6 @@
 """What an outer method is: what an island contributes to a round, and what becomes of the average.
 
-A method is one file here and a line in the registry. Its class says what else follows from it: the settings that are
+A method is one file here. Its class says what else follows from it: the settings that are
 its own, what checkpoints and snapshots hold, what it cannot be combined with, what it wants of the inner optimizer.
 No file here imports torch when it is imported: the settings are checked where there may be none.
 """

@@ -5,6 +5,7 @@ Imports neither torch nor networkx.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.methods.topology.base import PeriodicTopology, Topology, Weights, check_weights
-from hf_diloco.methods.topology.graphs import (
-    exponential,
-    full,
-    grid,
-    hypercube,
-    metropolis,
-    one_peer_exponential,
-    ring,
-    star,
-    symmetric_exponential,
-)
+from hf_diloco.methods.topology.base import GRAPHS, PeriodicTopology, Topology, Weights, check_weights
+from hf_diloco.methods.topology.graphs import metropolis
 from hf_diloco.methods.topology.matching import RandomMatching
 from hf_diloco.methods.topology.stability import check_decentlam, check_momentum_consensus, largest_stable_beta
 from hf_diloco.utils.own_files import FORM, is_own, load_own
@@ -33,19 +24,6 @@ from hf_diloco.utils.text import nearest
 
 if TYPE_CHECKING:
     from networkx import Graph
-
-GRAPHS: dict[str, Callable[[int], Topology]] = {
-    "ring": ring,
-    "grid": grid,
-    "star": star,
-    "hypercube": hypercube,
-    "exponential": exponential,
-    "symmetric-exponential": symmetric_exponential,
-    "one-peer-exponential": one_peer_exponential,
-    "random-matching": RandomMatching,
-    "full": full,
-}
-"""What makes each graph from the number of its nodes."""
 
 SUFFIXES = (".npy", ".csv", ".json")
 """Files that `from_file` reads."""
@@ -80,7 +58,8 @@ def make_topology(name: str, num_nodes: int | None = None, seed: int = 0) -> Top
         raise ConfigError(f"topology {name!r}: num_nodes is missing; give how many take part")
     if is_own(name):
         return _own_graph(name, num_nodes)
-    return RandomMatching(num_nodes, seed) if known == RandomMatching.name else GRAPHS[known](num_nodes)
+    make = GRAPHS[known]
+    return make(num_nodes, seed) if "seed" in inspect.signature(make).parameters else make(num_nodes)
 
 
 def _own_graph(name: str, num_nodes: int) -> Topology:

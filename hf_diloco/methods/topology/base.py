@@ -6,8 +6,9 @@ And the checks that averaging with given weights works.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,6 +160,22 @@ class PeriodicTopology(Topology):
         eigenvalues = np.linalg.eigvalsh(distance) if is_symmetric else np.linalg.eigvals(distance)
         radius = float(np.abs(eigenvalues).max())
         return 0.0 if radius < _ROUNDING else radius ** (1 / self.period)
+
+
+GRAPHS: dict[str, Callable[..., Topology]] = {}
+"""What makes each graph from the number of its nodes, and from a `seed` where it takes one."""
+
+Maker = TypeVar("Maker", bound=Callable[..., Topology])
+
+
+def graph(name: str) -> Callable[[Maker], Maker]:
+    """Registers a function or a class as what makes the graph of that name."""
+
+    def register(make: Maker) -> Maker:
+        GRAPHS[name] = make
+        return make
+
+    return register
 
 
 def check_num_nodes(num_nodes: int, name: str) -> None:

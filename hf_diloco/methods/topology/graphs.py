@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.methods.topology.base import PeriodicTopology, Weights, check_num_nodes
+from hf_diloco.methods.topology.base import PeriodicTopology, Weights, check_num_nodes, graph
 
 if TYPE_CHECKING:
     from networkx import Graph
@@ -45,11 +45,13 @@ def metropolis(graph: Graph) -> Weights:
     return weights
 
 
+@graph("ring")
 def ring(num_nodes: int) -> PeriodicTopology:
     """Each node and the one on either side: ⅓ each. rho approaches 1 with the square of the number of nodes."""
     return _metropolis("ring", num_nodes, lambda nx: nx.cycle_graph(num_nodes))
 
 
+@graph("grid")
 def grid(num_nodes: int) -> PeriodicTopology:
     """Rows and columns, as near to a square as the factors of `num_nodes` allow, numbered row by row; a prime: a line.
 
@@ -64,11 +66,13 @@ def grid_shape(num_nodes: int) -> tuple[int, int]:
     return rows, num_nodes // rows
 
 
+@graph("star")
 def star(num_nodes: int) -> PeriodicTopology:
     """Node 0 and all others, 1/n a link. Node 0 sends and receives n - 1 vectors."""
     return _metropolis("star", num_nodes, lambda nx: nx.star_graph(num_nodes - 1))
 
 
+@graph("hypercube")
 def hypercube(num_nodes: int) -> PeriodicTopology:
     """Nodes whose numbers differ in one bit, and itself: 1/(τ + 1) each.
 
@@ -86,6 +90,7 @@ def hypercube(num_nodes: int) -> PeriodicTopology:
     )
 
 
+@graph("symmetric-exponential")
 def symmetric_exponential(num_nodes: int) -> PeriodicTopology:
     """Each node, and those 1, 2, 4, … below `num_nodes` away on either side: equal weights."""
     return _metropolis(
@@ -93,17 +98,20 @@ def symmetric_exponential(num_nodes: int) -> PeriodicTopology:
     )
 
 
+@graph("full")
 def full(num_nodes: int) -> PeriodicTopology:
     """Every node and every other: 1/n each, the exact average after each step, for n - 1 vectors a node."""
     return _metropolis("full", num_nodes, lambda nx: nx.complete_graph(num_nodes))
 
 
+@graph("exponential")
 def exponential(num_nodes: int) -> PeriodicTopology:
     """All offsets at each step: 1/(τ + 1) for itself and for each i + 2^k. Not symmetric for n > 3."""
     check_num_nodes(num_nodes, "exponential")
     return PeriodicTopology("exponential", _circulant(num_nodes, _offsets(num_nodes)))
 
 
+@graph("one-peer-exponential")
 def one_peer_exponential(num_nodes: int) -> PeriodicTopology:
     """One offset after the other: at step t, ½ for itself and ½ for i + 2^(t mod τ). Not symmetric for n > 2.
 

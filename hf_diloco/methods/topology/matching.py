@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hf_diloco.methods.topology.base import Topology, Weights, check_num_nodes
+from hf_diloco.methods.topology.base import Topology, Weights, check_num_nodes, graph
 
 _NUM_DRAWS = 1000
 
@@ -39,6 +39,7 @@ class _Matching(Topology):
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
+@graph("random-matching")
 class RandomMatching(_Matching):
     """½, ½ for a node and its partner of the step. If their number is odd, one node has none, and keeps its vector.
 
