@@ -35,18 +35,16 @@ class Partition(ABC):
 
     Attributes:
         lanes: the numbers of the lanes that this rank owns, ascending.
-        lane_sizes: their lengths; together the length of the vector.
+        lane_sizes: their lengths.
+        numel: length of the vector.
         intervals: the canonical (start, length) runs that the vector is made of, in its order.
     """
 
-    lanes: list[int]
-    lane_sizes: list[int]
-    intervals: list[Interval]
-
-    @property
-    def numel(self) -> int:
-        """Length of this rank's vector."""
-        return sum(self.lane_sizes)
+    def __init__(self, lanes: list[int], lane_sizes: list[int], intervals: list[Interval]) -> None:
+        self.lanes = lanes
+        self.lane_sizes = lane_sizes
+        self.numel = sum(lane_sizes)
+        self.intervals = intervals
 
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Views of `vector`, one a lane."""
@@ -81,9 +79,8 @@ class AlignedPartition(Partition):
 
     def __init__(self, shards: Shards, island: IslandGroup) -> None:
         self._shards = shards
-        self.intervals = shards.intervals()
-        self.lanes = [island.rank]
-        self.lane_sizes = [sum(length for _, length in self.intervals)]
+        intervals = shards.intervals()
+        super().__init__([island.rank], [sum(length for _, length in intervals)], intervals)
 
     def gather(self, out: torch.Tensor) -> None:
         copy_all(_cut(out, self._values()))
@@ -132,9 +129,8 @@ class LanePartition(Partition):
             for rank in range(island.size)
         ]
         self._ranges = [[bounds[lane] for lane in lanes] for lanes in owned]
-        self.lanes = owned[island.rank]
-        self.intervals = [(low, high - low) for low, high in self._ranges[island.rank]]
-        self.lane_sizes = [length for _, length in self.intervals]
+        intervals = [(low, high - low) for low, high in self._ranges[island.rank]]
+        super().__init__(owned[island.rank], [length for _, length in intervals], intervals)
         held = island.gather(shards.intervals())
         # (start, length, number of the segment) by position, to find what overlaps a window without looking at all.
         self._held = [

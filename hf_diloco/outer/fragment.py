@@ -75,6 +75,7 @@ class Fragment:
         steps: inner steps since the last round.
         weight: examples or tokens since then.
         due_at: inner steps since then at which the next round is due.
+        meets_in_store: the islands may come and go.
         install_in: inner steps until the masters take the outer parameters of a round that is under way; None: no
             round is.
         digest: of the whole island's outer parameters of the fragment; empty before there are any.
@@ -104,7 +105,8 @@ class Fragment:
         self._pool = pool
         self._vector: torch.Tensor | None = None
         self._fed_at: int | None = None  # inner steps behind what `feedback` holds ready
-        is_alone = config.num_islands == 1 and not config.meets_in_store  # nothing is encoded, so nothing is left out
+        self.meets_in_store = config.meets_in_store
+        is_alone = config.num_islands == 1 and not self.meets_in_store  # nothing is encoded, so nothing is left out
         decay = 0.0 if is_alone else config.feedback_decay
         self.feedback = ErrorFeedback(self.codec, decay, partition.numel) if decay else None
 
@@ -131,13 +133,13 @@ class Fragment:
 
     def begin(self) -> None:
         """Takes the master weights as the first outer parameters. Collective over the island's ranks."""
-        self.partition.gather(self.scratch)
-        self.method.start(self.scratch)
+        self.method.start(self.read_masters())
 
     def read_masters(self) -> torch.Tensor:
         """Copies this rank's part of the masters into `scratch`, which it returns. Collective in the island."""
-        self.partition.gather(self.scratch)
-        return self.scratch
+        masters = self.scratch
+        self.partition.gather(masters)
+        return masters
 
     def pseudo_gradient_(self, island: IslandGroup, num_steps: int | None, with_residual: bool = True) -> float:
         """Turns what `read_masters` has read into what this island contributes to a round; nothing else is changed.
@@ -244,7 +246,7 @@ class Fragment:
     def next_due_at(self) -> int:
         """Inner steps before the next round, if one begins now. Where that is late and all islands must be there, as
         many fewer: they take as many rounds, whichever step each of them went on from."""
-        late = 0 if self.config.meets_in_store else max(0, self.steps - self.due_at)
+        late = 0 if self.meets_in_store else max(0, self.steps - self.due_at)
         return self.config.sync_every - late % self.config.sync_every
 
     def start_anew(self, due_at: int) -> None:

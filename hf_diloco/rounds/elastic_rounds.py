@@ -192,7 +192,7 @@ class ElasticRounds(Rounds):
             own.part = part
             # The average may replace progress that is used up; other progress must outlast it. So must what begins
             # behind the inner steps while the average is yet on its way into the store.
-            if self.config.overlaps and self._is_direct:
+            if self._is_direct and self.config.overlaps:
                 mean = self._lend(own)
             else:
                 mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)

@@ -211,8 +211,9 @@ class FixedSession(BaseSession):
 
     # Rounds
 
-    def is_due(self, is_last: bool = False) -> bool:
-        return super().is_due(is_last) or (is_last and self._eager is not None and self._eager.is_ahead)
+    @property
+    def _is_ahead(self) -> bool:
+        return super()._is_ahead or (self._eager is not None and self._eager.is_ahead)
 
     def advance(self, is_last: bool = False) -> list[SyncReport]:
         while True:

@@ -103,7 +103,8 @@ class FixedRounds(Rounds):
             What was measured, and the damage if something came damaged to any rank of the island.
         """
         stats, damage = LaneStats(), None
-        weights = [planned.participants.get(island, 0.0) for island in range(self.config.num_islands)]  # 0: left out
+        taken = planned.participants
+        weights = [taken.get(island, 0.0) for island in range(self.config.num_islands)]  # 0: left out
         average = partial(self._average_lanes, weights, partition, values, codec, stats)
         try:
             own.clock.traffic += self.island.on_all(average)

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -186,7 +186,7 @@ def capture(outer: OuterState, clock: SyncClock) -> Contribution:
         delta = fragment.read_masters()
     weight = fragment.weight
     if config.weight_by == "uniform":  # who comes and goes may have taken more or fewer steps than the others
-        weight = fragment.steps / steps_before(config, number) if config.meets_in_store else 1.0
+        weight = fragment.steps / steps_before(config, number) if fragment.meets_in_store else 1.0
     return Contribution(
         number, fragment, delta, weight, fragment.steps, fragment.weight, fragment.due_at, outer.rates, clock
     )
@@ -288,10 +288,11 @@ class Rounds(ABC):
             stats = self.average(planned, own, mean)
         if stats is None or not self.commit(planned, own, mean, stats.digest):
             return None
-        took_part = own.part is Part.WHOLE and self.config.island in planned.participants
+        weights = planned.participants
+        took_part = own.part is Part.WHOLE and self.config.island in weights
         with own.applying(), self.progress(planned, own):
             self.outer.step(planned.round, mean, took_part, planned.agreed.rates, self.island)
-        return self._report(planned, own, stats)
+        return self._report(planned, own, stats, weights)
 
     @abstractmethod
     def average(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
@@ -314,8 +315,10 @@ class Rounds(ABC):
     def progress(self, planned: Attempt, own: Contribution) -> AbstractContextManager[None]:
         """What becomes of this island's own progress in the outer step of a committed round, which is taken within."""
 
-    def _report(self, planned: Attempt, own: Contribution, stats: AverageStats) -> SyncReport:
-        clock, weights = own.clock, planned.participants
+    def _report(
+        self, planned: Attempt, own: Contribution, stats: AverageStats, weights: Mapping[int, float]
+    ) -> SyncReport:
+        clock = own.clock
         counted = [clock.traffic.bytes_sent, clock.traffic.bytes_received, stats.dot, stats.square]
         sent, received, dot, square = self.island.sum(counted)
         cosine = None

@@ -194,7 +194,12 @@ class BaseSession(ABC):
         """
         if self._background.failure or self.outer.is_due or self._background.landing() is not None:
             return True
-        return is_last and self._is_streaming and not self.outer.on_boundary
+        return is_last and self._is_streaming and self._is_ahead
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether the masters hold something that is not a round's yet."""
+        return not self.outer.on_boundary
 
     def advance(self, is_last: bool = False) -> list[SyncReport]:
         """Begins the round that is due and ends those whose time has come, as `sync` does at once.

@@ -166,7 +166,7 @@ class OuterLoop(HasOuterWeights):
             text = "the run at %s ended with round %d: for another one give another rendezvous"
             logger.warning(text, self.config.rendezvous, session.outer.round)
         if session.is_due(is_last=self._has_taken_all):  # the checkpoint was written when it could not take place
-            self._try_advance(is_last=self._has_taken_all)
+            self._try_advance(session, is_last=self._has_taken_all)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: Any) -> None:
         if error is not None:
@@ -179,7 +179,7 @@ class OuterLoop(HasOuterWeights):
         session = self._need_session()
         self._stop.uninstall()
         if not self.stopped and session.is_due(is_last=True):
-            self._try_advance(is_last=True)
+            self._try_advance(session, is_last=True)
         if not self.stopped:
             session.conclude()
         self._record.end(self.global_step, session.outer, run_is_over=session.is_over)
@@ -255,7 +255,7 @@ class OuterLoop(HasOuterWeights):
             self._update_progress(state="training", tokens_per_second=rate)
             return None
         self._update_progress(state="syncing", tokens_per_second=rate)
-        report = self._try_advance(is_last=self._has_taken_all)
+        report = self._try_advance(session, is_last=self._has_taken_all)
         self._update_progress(state="training")
         return report
 
@@ -350,22 +350,22 @@ class OuterLoop(HasOuterWeights):
         self._speed.restart()
         self._update_progress(state="training")
 
-    def _try_advance(self, is_last: bool) -> SyncReport | None:
+    def _try_advance(self, session: BaseSession, is_last: bool) -> SyncReport | None:
         try:
-            reports = self._need_session().advance(is_last)
+            reports = session.advance(is_last)
         except StopRequested:
             self.stopped = True
             return None
         except MissedRoundError as error:
             logger.warning("%s", error)
-            self._record.miss(self.global_step, self._need_session(), error)
+            self._record.miss(self.global_step, session, error)
             return None
         except DiLoCoError:  # on all ranks of the island
             self._has_failed_together = True
             raise
         for report in reports:
             self._note(report)
-        self._record.refuse(self.global_step, self._need_session().take_refused())
+        self._record.refuse(self.global_step, session.take_refused())
         return reports[-1] if reports else None
 
     def _note(self, report: SyncReport) -> None:

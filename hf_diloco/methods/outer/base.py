@@ -76,6 +76,7 @@ class OuterMethod(ABC):
             `eager`, of whose kind such a method is.
         chooses: the settings that may be "auto".
         feeds_back: whether what a codec leaves out of one round may be added to the next.
+        parameters: the outer parameters, once there are any.
     """
 
     name: ClassVar[str]
@@ -90,11 +91,12 @@ class OuterMethod(ABC):
     anticipates: ClassVar[bool] = False
     feeds_back: ClassVar[bool] = False
 
+    parameters: torch.Tensor
     vectors: Sequence[str] = ()
     """Names of the fp32 vectors that it keeps beside the outer parameters, for checkpoints and snapshots."""
 
     def __init__(self) -> None:
-        self._state: dict[str, torch.Tensor] = {}
+        self._state: dict[str, torch.Tensor] = {}  # what it keeps beside the outer parameters
 
     @classmethod  # noqa: B027 - most have nothing to refuse
     def check(cls, config: DiLoCoConfig) -> None:
@@ -174,18 +176,13 @@ class OuterMethod(ABC):
 
     # What it keeps
 
-    @property
-    def parameters(self) -> torch.Tensor:
-        """The outer parameters (not a copy)."""
-        return self._state["anchor"]
-
     def kept(self, name: str) -> torch.Tensor:
         """One of `vectors` or `numbers` (not a copy)."""
         return self._state[name]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All outer state by name, not copied: "anchor", `vectors` in fp32, and `numbers` in fp64."""
-        return dict(self._state)
+        return {"anchor": self.parameters, **self._state}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes back what `state_dict` gave, without copying. What is missing starts at 0.
@@ -193,8 +190,8 @@ class OuterMethod(ABC):
         Raises:
             CheckpointError: it holds another number of `numbers`: the inner optimizer's parameter groups differ.
         """
-        anchor = state["anchor"]
-        self._state = {"anchor": anchor}
+        self.parameters = anchor = state["anchor"]
+        self._state = {}
         for name in self.vectors:
             self._state[name] = state[name] if name in state else anchor.new_zeros(anchor.numel())
         for name, count in self.numbers.items():

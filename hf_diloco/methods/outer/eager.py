@@ -94,7 +94,8 @@ class Eager(DiLoCo):
         last = torch.empty_like(self.own)
         for where in chunks(self.own.numel()):
             part = copy.copy(self)
-            part._state = {name: self._state[name][where].clone() for name in ("anchor", *self.vectors)}
+            state = self.state_dict()
+            part.load_state_dict({name: state[name][where].clone() for name in ("anchor", *self.vectors)})
             part._step(None, [mean[where] for mean in means])
             last[where] = part.parameters
         return last
