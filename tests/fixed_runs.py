@@ -220,7 +220,7 @@ def offer_of(island: int, weight: float = 1.0, state: str = "ab", serial: int = 
 
 def convene(of: Unanimity, number: int, offer: OfferRecord) -> Attempt:
     """Offers to the next attempt of a round; returns it once all have."""
-    return of.convene(of.current(number), offer)
+    return of.agree(number, offer)
 
 
 def vote(of: Unanimity, number: int, mean: str = "ab") -> OutcomeRecord:

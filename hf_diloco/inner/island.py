@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from hf_diloco import errors
 from hf_diloco.errors import DiLoCoError
@@ -96,21 +98,29 @@ class IslandGroup:
         """Returns once every rank has called it."""
         self.sum([0.0])
 
-    def on_leader(self, call: Callable[[], T]) -> T:
-        """Runs `call` on the leader and returns its (JSON-able) result on every rank.
+    def on_leader(self, call: Callable[[], T], kind: Any = None) -> T:
+        """Runs `call` on the leader and returns its result on every rank.
+
+        Args:
+            kind: the class of the result, which pydantic makes JSON of, and again from it; default: it is JSON-able.
 
         Raises:
             DiLoCoError: the one that the leader met, on every rank.
         """
-        result, failure = None, None
+        result: Any = None
+        failure = None
         if self.is_leader:
             try:
                 result = call()
             except DiLoCoError as error:
                 failure = _dump_error(error)
+        if kind and result is not None:
+            result = _adapter(kind).dump_python(result, mode="json")
         result, failure = self.from_leader([result, failure])
         if failure:
             raise _load_error(failure)
+        if kind and result is not None:
+            result = _adapter(kind).validate_python(result)
         return cast(T, result)
 
     def on_all(self, call: Callable[[], T]) -> T:
@@ -136,6 +146,11 @@ class IslandGroup:
         first = next((rank for rank, failure in enumerate(failures) if failure), None)
         if first is not None:
             raise error if error and first == self.rank else _load_error(failures[first])
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _dump_error(error: DiLoCoError) -> dict[str, Any]:

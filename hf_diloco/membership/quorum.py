@@ -75,6 +75,7 @@ class Quorum:
             self.members, self._decisions, self._candidates, self.rules, self.should_stop, self.clock
         )
         self._latest = Attempt(0, 0)
+        self._open: Attempt | None = None  # had no plan when it was looked for; since then others may have written one
         self._doubtful: frozenset[str] = frozenset()
         self._missing = ""  # the last attempt of which this process has said that it misses the average
 
@@ -111,19 +112,49 @@ class Quorum:
             "start them with an empty prefix: they go on from their checkpoints in a new run"
         )
 
-    def find(self, round_number: int) -> Attempt:
-        """As `current`, of a round that others may have taken long ago.
+    def find(self, round_number: int, state: Digest) -> Attempt | None:
+        """A round that others may have taken long ago, as planned and with its offers; None if it has no plan.
+
+        Args:
+            state: digest of this island's outer parameters before it.
 
         Raises:
             PayloadError: as `current`; or they have, and nothing of it is in the store any more. It must not be
                 planned a second time.
             StoreError: as `current`.
         """
-        is_over = self.members.is_over(round_number)  # its plan is older than the sign of life that says so
-        attempt = self.current(round_number)
-        if is_over and attempt.plan is None:
-            raise PayloadError(f"other islands have completed round {round_number}, but it is not in the store")
-        return attempt
+        while True:
+            is_over = self.members.is_over(round_number)  # its plan is older than the sign of life that says so
+            attempt = self.current(round_number)
+            if attempt.plan is None:
+                if is_over:
+                    raise PayloadError(
+                        f"other islands have completed round {round_number}, but it is not in the store"
+                    )
+                self._open = attempt
+                return None
+            if planned := self.with_offers(attempt, state):
+                return planned
+
+    def presume_open(self, round_number: int) -> None:
+        """Takes it that nobody has planned a round yet: `agree` then asks no more than it must."""
+        self._open = Attempt(round_number, 0)
+
+    def agree(self, round_number: int, offer: OfferRecord) -> Attempt:
+        """Offers, and waits until it is decided who takes part; returns the attempt with its plan and its offers.
+
+        Raises: as `convene`, but `IslandLostError` for `PayloadError`: `find` says more of a round that is damaged.
+        """
+        try:
+            while True:
+                known, self._open = self._open, None
+                attempt = known if known and known.round == round_number else self.current(round_number)
+                if attempt.plan is None:
+                    attempt = self.convene(attempt, offer)
+                if planned := self.with_offers(attempt, offer.state):
+                    return planned
+        except PayloadError as error:
+            raise IslandLostError(str(error)) from None
 
     def _void(self, attempt: Attempt, error: ForgedError) -> None:
         """Sees to it that an attempt whose plan cannot be read is passed over by all islands."""

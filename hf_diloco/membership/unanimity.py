@@ -92,8 +92,8 @@ class Unanimity:
         """The attempt of a round that comes next."""
         return self._next if self._next.round == round_number else Attempt(round_number, 0)
 
-    def convene(self, attempt: Attempt, offer: OfferRecord) -> Attempt:
-        """Offers, and waits for the offers of all islands; returns the attempt with its plan.
+    def agree(self, round_number: int, offer: OfferRecord) -> Attempt:
+        """Offers, and waits for the offers of all islands; returns the attempt with its plan and the offers it takes.
 
         Raises:
             IslandLostError: an island did not come in time, is gone, has left the run, or ends before others do.
@@ -101,14 +101,14 @@ class Unanimity:
             DivergedError: the islands start the round from different outer parameters.
             ExchangeError: no island has a pseudo-gradient that counts.
         """
-        number = attempt.round
+        attempt = self.current(round_number)
         try:
-            offers, missing, gone = self._gather(attempt, offer, f"round {number}", self.patience, may_stop=True)
+            offers, missing, gone = self._gather(attempt, offer, f"round {round_number}", self.patience, may_stop=True)
         except StopRequested:
-            self.leave(number)
+            self.leave(round_number)
             raise
         if missing:
-            raise self._end(self._give_up(attempt, gone or missing, self._why_not_here(number, missing, gone)))
+            raise self._end(self._give_up(attempt, gone or missing, self._why_not_here(round_number, missing, gone)))
         plan = self._plan(attempt, offers)
         attempt = replace(attempt, plan=plan, offers=tuple(offers[one.island] for one in plan.participants))
         self._tidy(attempt)
@@ -141,10 +141,6 @@ class Unanimity:
             what = f"round {attempt.round}: the pseudo-gradient of island {island} is left out"
             logger.warning("%s (%s): the island continues from the others' average", what, reason)
         return plan
-
-    def with_offers(self, attempt: Attempt, state: Digest) -> Attempt:
-        """As `Quorum.with_offers`, of an attempt that was convened: it has them."""
-        return attempt
 
     def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
         """Votes for an average, and waits for what is decided: it is committed, or the votes are split.

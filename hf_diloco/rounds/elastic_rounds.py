@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -70,22 +69,21 @@ class ElasticRounds(Rounds):
             number = self.outer.round + 1
             self._links_at_look = self._engine_of(number).links
             try:
-                raw = self.island.on_leader(partial(self._find, number))
-                return self._load(raw) if raw else None
+                planned = self.island.on_leader(partial(self._find, number), Attempt)
+                if planned:
+                    self.check_state(planned)
+                return planned
             except PayloadError as error:
                 self.rest()
                 self.archive.skip(number, error, is_resuming, is_resuming or self._offers.has_offered(number))
 
-    def _find(self, number: int) -> Any:
-        while (attempt := self.decider.find(number)).plan:
-            if planned := self._with_offers(attempt):
-                return planned
-        self._open = attempt
-        return None
+    def _find(self, number: int) -> Attempt | None:
+        return self.decider.find(number, self.outer.outer_hash)
 
     def presume_open(self) -> None:
-        """Takes it that nobody has planned the next round yet: `agree` then asks no more than it must."""
-        self._open = Attempt(self.outer.round + 1, 0)
+        """See `Quorum.presume_open`, of the next round."""
+        if self.island.is_leader:
+            self.decider.presume_open(self.outer.round + 1)
 
     @property
     def goes_on(self) -> bool:
@@ -182,7 +180,10 @@ class ElasticRounds(Rounds):
         try:
             with clock.counts("waiting"):
                 if self._is_direct and planned.outcome is None and not is_here:
-                    outcome = self.decide(lambda: self.decider.await_outcome(planned, self.config.exchange_timeout))
+                    patience = self.config.exchange_timeout
+                    outcome = self.island.on_leader(
+                        lambda: self.decider.await_outcome(planned, patience), OutcomeRecord
+                    )
                     self._check_patience(planned, outcome)
                     return None
                 if planned.is_committed and not self.archive.await_average(planned):
@@ -252,16 +253,12 @@ class ElasticRounds(Rounds):
             DivergedError: that has happened before, and is this island's fault, or nobody's that could be named.
         """
         engine = self._engine_of(planned.round)
-
-        def vote() -> OutcomeRecord:
-            return self.decider.commit(planned, digest)
-
         with own.clock.counts("waiting"):
-            outcome = planned.outcome or self.decide(vote)
+            outcome = planned.outcome or self._vote(planned, digest)
             while outcome.kind == "commit" and outcome.mean != digest:
                 if not self._refuses(planned, outcome.mean):
                     break
-                outcome = self.decide(vote)
+                outcome = self._vote(planned, digest)
         fault = self._doubts.judge(planned, digest, outcome)
         if fault:
             engine.close()
@@ -280,6 +277,9 @@ class ElasticRounds(Rounds):
         self.archive.complete(planned, outcome)
         self.island.on_leader(lambda: self.decider.remember(planned))
         return True
+
+    def _vote(self, planned: Attempt, digest: str) -> OutcomeRecord:
+        return self.island.on_leader(lambda: self.decider.commit(planned, digest), OutcomeRecord)
 
     def _refuses(self, planned: Attempt, mean: str) -> bool:
         return self.island.on_leader(lambda: self.decider.refuse_commit(planned, mean))

@@ -12,7 +12,7 @@ from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
-from hf_diloco.membership.round_records import Attempt, OfferRecord
+from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measures import SyncReport
@@ -135,7 +135,7 @@ class FixedRounds(Rounds):
             DivergedError: the islands' averages differ, and have before.
         """
         with own.clock.counts("waiting"):
-            outcome = self.decide(lambda: self.decider.commit(planned, digest))
+            outcome = self.island.on_leader(lambda: self.decider.commit(planned, digest), OutcomeRecord)
         if outcome.kind == "commit":
             return True
         if planned.number + 1 >= MAX_TRIES:

@@ -21,12 +21,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import TypeAdapter
 
-from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError
+from hf_diloco.errors import DiLoCoError, DivergedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
 from hf_diloco.membership.quorum import Quorum
@@ -40,7 +39,6 @@ from hf_diloco.transport.base import AverageStats, Traffic
 
 logger = logging.getLogger("hf_diloco")
 
-_ATTEMPT = TypeAdapter(Attempt)
 _SAME_DATA = 0.9999
 """Cosine above which islands have learnt the same, but for the rounding of a payload."""
 
@@ -211,7 +209,6 @@ class Rounds(ABC):
         self.island = island
         if decider is not None:
             self.decider = decider
-        self._open: Attempt | None = None  # had no plan when the leader looked; since then others may have written one
 
     @abstractmethod
     def carry_out(self, own: Contribution) -> SyncReport:
@@ -227,40 +224,19 @@ class Rounds(ABC):
         with own.clock.counts("exchanging"):
             offer = self.make_offer(own)
         number = self.outer.round + 1
-
-        def convene() -> Any:
-            while True:
-                known, self._open = self._open, None
-                attempt = known if known and known.round == number else self.decider.current(number)
-                if attempt.plan is None:
-                    attempt = self.decider.convene(attempt, offer)
-                if planned := self._with_offers(attempt):
-                    return planned
-
         with own.clock.counts("waiting"):
-            try:
-                return self._load(self.island.on_leader(convene))
-            except PayloadError as error:  # committed meanwhile, and damaged: `ElasticRounds.find` says so
-                raise IslandLostError(str(error)) from None
+            planned = self.island.on_leader(lambda: self.decider.agree(number, offer), Attempt)
+        self.check_state(planned)
+        return planned
 
-    def _with_offers(self, attempt: Attempt) -> Any:
-        """On the leader: what all ranks need to know of an attempt with a plan, for `_load`; None: look again."""
-        planned = self.decider.with_offers(attempt, self.outer.outer_hash)
-        return planned and _ATTEMPT.dump_python(planned, mode="json")
-
-    def _load(self, raw: Any) -> Attempt:
-        planned = _ATTEMPT.validate_python(raw)
+    def check_state(self, planned: Attempt) -> None:
+        """Raises `DivergedError` unless this rank holds the outer parameters that all agreed on."""
         if planned.agreed.state != self.outer.outer_hash:
             raise DivergedError(
                 f"round {planned.round}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
                 f"that all agreed on ({planned.agreed.state[:12]}): suspect memory or a changed library. It ends "
                 "before it spoils the others; started again, it resumes from its last checkpoint"
             )
-        return planned
-
-    def decide(self, call: Callable[[], OutcomeRecord]) -> OutcomeRecord:
-        """What the leader is told of a decision, on every rank."""
-        return OutcomeRecord.model_validate(self.island.on_leader(lambda: call().model_dump()))
 
     def abort(self, planned: Attempt, islands: Collection[int], reason: str) -> OutcomeRecord:
         """Says that the values of some islands could not be used, or why else there is no average.
@@ -269,7 +245,7 @@ class Rounds(ABC):
             What was decided, which may be otherwise.
         """
         offer = next((one.offer for one in planned.agreed.participants if one.island in islands), "")
-        return self.decide(lambda: self.decider.abort(planned, offer, reason))
+        return self.island.on_leader(lambda: self.decider.abort(planned, offer, reason), OutcomeRecord)
 
     @abstractmethod
     def make_offer(self, own: Contribution) -> OfferRecord:

@@ -290,7 +290,7 @@ class Life:
         offer = OfferRecord(
             island=self.island, incarnation=1, serial=number, steps=1, weight=1.0, norm=1.0, state=state
         )
-        attempt = one.convene(one.current(number), offer)
+        attempt = one.agree(number, offer)
         assert attempt.plan is not None
         assert attempt.plan.islands == set(range(world.num_islands))
         place = self.island, number, attempt.number
