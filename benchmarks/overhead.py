@@ -260,8 +260,8 @@ def island(settings: dict[str, Any], number: int) -> None:
     from hf_diloco.inner import open_shards
     from hf_diloco.inner.island import IslandGroup
     from hf_diloco.rounds.fixed import FixedSession
+    from hf_diloco.transport.mesh import CHUNK_VALUES
     from hf_diloco.transport.open import MeshTransport
-    from hf_diloco.transport.transfers import CHUNK_VALUES
 
     torch.set_num_threads(1)
     num_islands, values = settings["num_islands"], settings["values"]

@@ -19,7 +19,7 @@ from hf_diloco.gossip.published import MemoryPublished, Published, VersionedBuff
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.memory import Swaps
-from hf_diloco.transport.transfers import CHUNK_VALUES
+from hf_diloco.transport.mesh import CHUNK_VALUES
 from hf_diloco.utils.workspace import Workspace
 
 if TYPE_CHECKING:

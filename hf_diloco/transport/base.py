@@ -264,6 +264,12 @@ def averaged_by_all(num_islands: int, codec: Codec) -> bool:
     return num_islands == 2 or codec.needs_feedback
 
 
+def bytes_to_send(size: int, num_islands: int, codec: Codec) -> int:
+    """Of an average, give or take how pieces are rounded."""
+    num_bytes = (num_islands - 1) * codec.num_bytes(size)
+    return num_bytes if averaged_by_all(num_islands, codec) else 2 * num_bytes // num_islands
+
+
 def cut_into_pieces(size: int, num_islands: int, codec: Codec) -> list[slice]:
     """One piece an island of `size` values, of nearly equal length, in whole blocks of `codec`."""
     num_blocks = -(-size // codec.block_values)

@@ -10,8 +10,15 @@ import torch
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import IslandLostError
-from hf_diloco.transport.base import BLOCK_VALUES, Exchange, Observer, Traffic, averaged_by_all, weighted_mean
-from hf_diloco.transport.transfers import bytes_to_send
+from hf_diloco.transport.base import (
+    BLOCK_VALUES,
+    Exchange,
+    Observer,
+    Traffic,
+    averaged_by_all,
+    bytes_to_send,
+    weighted_mean,
+)
 from hf_diloco.utils.text import name_all
 
 

@@ -11,29 +11,39 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from hf_diloco.codecs import Codec
 from hf_diloco.errors import DamagedTransferError, ExchangeError, IslandLostError
-from hf_diloco.transport.base import Exchange, Lane, Observer, Traffic, averaged_by_all, cut_into_pieces, weighted_mean
+from hf_diloco.transport.base import (
+    BLOCK_VALUES,
+    Exchange,
+    Lane,
+    Observer,
+    Traffic,
+    averaged_by_all,
+    bytes_to_send,
+    cut_into_pieces,
+    weighted_mean,
+)
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.messages import Messages
-from hf_diloco.transport.transfers import (
-    Chunk,
-    Deadline,
-    LossNotes,
-    Transfers,
-    blocks,
-    bytes_to_send,
-    chunk_values,
-    cut,
-    first_chunks,
-    length,
-    num_chunks_in_flight,
-)
+from hf_diloco.transport.transfers import Deadline, LossNotes, Transfers
 
 Watch = Callable[[], Callable[[], None]]
+
+CHUNK_VALUES = 1 << 20
+"""Values a chunk: 4 MiB of fp32. Below 1 MiB round trips count, above 16 MiB caches and the pipeline's ends do."""
+
+MAX_CHUNK = 4
+"""So many times as many values are in a chunk if they take as many times fewer bytes: each costs calls, too."""
+
+MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 8, 32
+BYTES_IN_FLIGHT = 32 << 20
+"""What fills a link of 1 Gbit/s and 0.1 s well. Chunks of few bytes are more in number, up to where each is so small
+that its arithmetic takes longer than its way."""
 
 
 class MeshExchange(Exchange):
@@ -135,7 +145,7 @@ class MeshExchange(Exchange):
         deadline = Deadline(self._timeout)
         transfers = Transfers()
         try:
-            for chunk in cut(values):
+            for chunk in values.split(CHUNK_VALUES) if values.numel() else ():
                 tag = self._next_tag()
                 if self.island == source:
                     for peer in self._peers:
@@ -307,3 +317,77 @@ class MeshExchange(Exchange):
     def _next_tag(self) -> int:
         self._tag += 1
         return self._tag
+
+
+@dataclass
+class Chunk:
+    """What is in flight for one chunk of the values.
+
+    Attributes:
+        size: how many values.
+        slot: which of the buffers it has.
+        codec: how they travel.
+        is_averaged_by_all: there is no piece for each island.
+        values: themselves; none while it is only expected.
+    """
+
+    size: int
+    slot: int
+    codec: Codec
+    is_averaged_by_all: bool
+    values: torch.Tensor = field(default_factory=torch.Tensor)
+    tag: int = 0
+    result_tag: int = 0
+    code: torch.Tensor = field(default_factory=torch.Tensor)
+    result: torch.Tensor = field(default_factory=torch.Tensor)
+    pieces: list[slice] = field(default_factory=list)
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_scattered: bool = False
+    is_reduced: bool = False
+    traffic: Traffic = field(default_factory=Traffic)
+    transfers: Transfers = field(default_factory=Transfers)
+    results: Transfers = field(default_factory=Transfers)
+
+    def drop(self) -> None:
+        """Lets go of all transfers."""
+        self.transfers.drop()
+        self.results.drop()
+
+    def result_of(self, island: int) -> torch.Tensor:
+        """The code of the average of the piece that `island` averages."""
+        piece = self.pieces[island]
+        return self.result[self.codec.locate(piece.start, piece.stop)]
+
+    def code_of(self, island: int) -> torch.Tensor:
+        """The code of the piece that `island` averages."""
+        piece = self.pieces[island]
+        return self.code[self.codec.locate(piece.start, piece.stop)]
+
+
+def chunk_values(size: int, codec: Codec) -> int:
+    """Values a chunk, of `size`: at least as many chunks as are in flight at a time, if there are so many values."""
+    fewer_bytes = 4 * codec.block_values // codec.block_bytes
+    return CHUNK_VALUES * max(1, min(MAX_CHUNK, fewer_bytes, size // (MIN_CHUNKS_IN_FLIGHT * CHUNK_VALUES)))
+
+
+def first_chunks(size: int, codec: Codec) -> list[int]:
+    """Values of each of the chunks that are in flight first, of `size`."""
+    most = chunk_values(size, codec)
+    sizes = [min(most, size - start) for start in range(0, max(1, size), most)]
+    return sizes[: num_chunks_in_flight(most, codec)]
+
+
+def num_chunks_in_flight(chunk_values: int, codec: Codec) -> int:
+    """Chunks of so many values that are in flight at a time."""
+    wanted = BYTES_IN_FLIGHT // codec.num_bytes(chunk_values)
+    return max(MIN_CHUNKS_IN_FLIGHT, min(MAX_CHUNKS_IN_FLIGHT, wanted))
+
+
+def blocks(size: int) -> list[slice]:
+    """Cuts so many values into what is handled at a time."""
+    return [slice(start, min(start + BLOCK_VALUES, size)) for start in range(0, size, BLOCK_VALUES)]
+
+
+def length(where: slice) -> int:
+    """Values in a part of a vector."""
+    return int(where.stop - where.start)

@@ -1,6 +1,5 @@
 """Sends and receives under way: whom they are with, whether what came is sound, a thread that waits for them, and with
-whom it began where islands give up one after the other. And how a mesh cuts values: into chunks, of which several are
-in flight at a time.
+whom it began where islands give up one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -20,26 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_diloco.codecs import Codec
 from hf_diloco.errors import StoreError
 from hf_diloco.store.values import ValueStore
-from hf_diloco.transport.base import BLOCK_VALUES, Traffic, averaged_by_all
+from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.threads import call_within
 
 NOTE_SECONDS = 2.0
 """How long the store may take, and, where nothing else is said, a note that an island is about to leave."""
-
-
-CHUNK_VALUES = 1 << 20
-"""Values a chunk: 4 MiB of fp32. Below 1 MiB round trips count, above 16 MiB caches and the pipeline's ends do."""
-
-MAX_CHUNK = 4
-"""So many times as many values are in a chunk if they take as many times fewer bytes: each costs calls, too."""
-
-MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 8, 32
-BYTES_IN_FLIGHT = 32 << 20
-"""What fills a link of 1 Gbit/s and 0.1 s well. Chunks of few bytes are more in number, up to where each is so small
-that its arithmetic takes longer than its way."""
 
 
 class Work(NamedTuple):
@@ -205,91 +190,6 @@ def reason(error: Exception) -> str:
     """What Gloo says, without the place in its source and its general advice."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0].rstrip(".")
-
-
-@dataclass
-class Chunk:
-    """What is in flight for one chunk of the values.
-
-    Attributes:
-        size: how many values.
-        slot: which of the buffers it has.
-        codec: how they travel.
-        is_averaged_by_all: there is no piece for each island.
-        values: themselves; none while it is only expected.
-    """
-
-    size: int
-    slot: int
-    codec: Codec
-    is_averaged_by_all: bool
-    values: torch.Tensor = field(default_factory=torch.Tensor)
-    tag: int = 0
-    result_tag: int = 0
-    code: torch.Tensor = field(default_factory=torch.Tensor)
-    result: torch.Tensor = field(default_factory=torch.Tensor)
-    pieces: list[slice] = field(default_factory=list)
-    received: dict[int, torch.Tensor] = field(default_factory=dict)
-    is_scattered: bool = False
-    is_reduced: bool = False
-    traffic: Traffic = field(default_factory=Traffic)
-    transfers: Transfers = field(default_factory=Transfers)
-    results: Transfers = field(default_factory=Transfers)
-
-    def drop(self) -> None:
-        """Lets go of all transfers."""
-        self.transfers.drop()
-        self.results.drop()
-
-    def result_of(self, island: int) -> torch.Tensor:
-        """The code of the average of the piece that `island` averages."""
-        piece = self.pieces[island]
-        return self.result[self.codec.locate(piece.start, piece.stop)]
-
-    def code_of(self, island: int) -> torch.Tensor:
-        """The code of the piece that `island` averages."""
-        piece = self.pieces[island]
-        return self.code[self.codec.locate(piece.start, piece.stop)]
-
-
-def chunk_values(size: int, codec: Codec) -> int:
-    """Values a chunk, of `size`: at least as many chunks as are in flight at a time, if there are so many values."""
-    fewer_bytes = 4 * codec.block_values // codec.block_bytes
-    return CHUNK_VALUES * max(1, min(MAX_CHUNK, fewer_bytes, size // (MIN_CHUNKS_IN_FLIGHT * CHUNK_VALUES)))
-
-
-def first_chunks(size: int, codec: Codec) -> list[int]:
-    """Values of each of the chunks that are in flight first, of `size`."""
-    most = chunk_values(size, codec)
-    sizes = [min(most, size - start) for start in range(0, max(1, size), most)]
-    return sizes[: num_chunks_in_flight(most, codec)]
-
-
-def cut(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """All values, a chunk of fp32 at a time (no copies)."""
-    return values.split(CHUNK_VALUES) if values.numel() else ()
-
-
-def num_chunks_in_flight(chunk_values: int, codec: Codec) -> int:
-    """Chunks of so many values that are in flight at a time."""
-    wanted = BYTES_IN_FLIGHT // codec.num_bytes(chunk_values)
-    return max(MIN_CHUNKS_IN_FLIGHT, min(MAX_CHUNKS_IN_FLIGHT, wanted))
-
-
-def bytes_to_send(size: int, num_islands: int, codec: Codec) -> int:
-    """Of an average, give or take how pieces are rounded."""
-    num_bytes = (num_islands - 1) * codec.num_bytes(size)
-    return num_bytes if averaged_by_all(num_islands, codec) else 2 * num_bytes // num_islands
-
-
-def blocks(size: int) -> list[slice]:
-    """Cuts so many values into what is handled at a time."""
-    return [slice(start, min(start + BLOCK_VALUES, size)) for start in range(0, size, BLOCK_VALUES)]
-
-
-def length(where: slice) -> int:
-    """Values in a part of a vector."""
-    return int(where.stop - where.start)
 
 
 class LossNotes:

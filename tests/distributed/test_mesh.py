@@ -18,7 +18,7 @@ import torch
 from hf_diloco.codecs import CODECS
 from hf_diloco.transport.base import BURST_SECONDS
 from hf_diloco.transport.memory import MemoryNetwork
-from hf_diloco.transport.transfers import CHUNK_VALUES
+from hf_diloco.transport.mesh import CHUNK_VALUES
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands
 from tests.processes import Process, Processes

@@ -16,7 +16,7 @@ import torch
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import IslandLostError
 from hf_diloco.store.credentials import Credentials
-from hf_diloco.transport import mesh, transfers
+from hf_diloco.transport import mesh
 from hf_diloco.transport.base import Lane, RateLimit
 from tests.tcp_stores import reach
 
@@ -46,7 +46,7 @@ def main() -> None:
     if "cases" in settings:
         results = []
         for case, (payload, size, weights, chunk) in enumerate(settings["cases"]):
-            transfers.CHUNK_VALUES = chunk
+            mesh.CHUNK_VALUES = chunk
             values = make_values(case, island, size)
             started = time.monotonic()
             traffic = exchange.average(values, weights, CODECS[payload])

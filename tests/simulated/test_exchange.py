@@ -23,7 +23,7 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.values import LINKS, ValueStore
-from hf_diloco.transport import base, memory, transfers
+from hf_diloco.transport import base, memory, mesh, transfers
 from hf_diloco.transport.base import Exchange, Lane, Traffic, weighted_mean
 from hf_diloco.transport.connections import PROBE_TAG
 from hf_diloco.transport.memory import MemoryNetwork
@@ -42,16 +42,16 @@ Opener = Callable[[int], Exchange]
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "CHUNK_VALUES", CHUNK)
-    for module in (base, transfers, memory):
+    monkeypatch.setattr(mesh, "CHUNK_VALUES", CHUNK)
+    for module in (base, mesh, memory):
         monkeypatch.setattr(module, "BLOCK_VALUES", 5)
 
 
 @pytest.fixture
 def chunks_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """For codecs of blocks: chunks of three of the largest."""
-    monkeypatch.setattr(transfers, "CHUNK_VALUES", 3 * BLOCK)
-    for module in (base, transfers, memory):
+    monkeypatch.setattr(mesh, "CHUNK_VALUES", 3 * BLOCK)
+    for module in (base, mesh, memory):
         monkeypatch.setattr(module, "BLOCK_VALUES", BLOCK)
 
 
@@ -303,8 +303,8 @@ def test_chunks_of_small_codes_hold_more_values_and_change_no_bit(
     chunks_of_blocks: None, payload: str, times: int, num_islands: int
 ) -> None:
     size, codec, weights = 100 * BLOCK + 77, CODECS[payload], [1.0] * num_islands
-    assert transfers.chunk_values(size, codec) == 3 * BLOCK * times
-    assert transfers.chunk_values(24 * BLOCK, codec) == 3 * BLOCK  # never fewer chunks than are to be in flight
+    assert mesh.chunk_values(size, codec) == 3 * BLOCK * times
+    assert mesh.chunk_values(24 * BLOCK, codec) == 3 * BLOCK  # never fewer chunks than are to be in flight
     expected = expected_mean([make_values(0, island, size) for island in range(num_islands)], weights, codec)
     for ((result, _),) in average_all(in_mesh(num_islands), num_islands, [size], weights, payload):
         assert torch.equal(result, expected)

@@ -31,7 +31,7 @@ from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.transport import meeting
 from hf_diloco.transport.base import RateLimit, Traffic
-from hf_diloco.transport.transfers import CHUNK_VALUES
+from hf_diloco.transport.mesh import CHUNK_VALUES
 from tests.clocks import AT_ONCE, LONG
 from tests.gossip_meshes import LOCALHOST, join, talk_together
 from tests.islands import run_islands, try_islands

@@ -13,7 +13,7 @@ import torch
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import ExchangeError, IslandLostError
 from hf_diloco.store.values import ValueStore
-from hf_diloco.transport import messages, transfers
+from hf_diloco.transport import mesh, messages
 from hf_diloco.transport.base import Exchange, Lane, RateLimit
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
@@ -251,7 +251,7 @@ def test_what_leaves_early_comes_to_the_same_average(
     num_islands: int, payload: str, unprepared: int | None, is_expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of more chunks than are in flight at a time; if one island leaves it out; if other values come in between."""
-    monkeypatch.setattr(transfers, "CHUNK_VALUES", 1 << 12)
+    monkeypatch.setattr(mesh, "CHUNK_VALUES", 1 << 12)
     size, codec = 45 * (1 << 12) + 17, CODECS[payload]
 
     def average(island: int, exchange: Exchange) -> list[torch.Tensor]:

@@ -35,7 +35,7 @@ from hf_diloco.planning.estimate import TARGET, Way, estimate_row, exchange_of, 
 from hf_diloco.planning.quantities import bit_rate, duration, parse_count, parse_rate, parse_seconds
 from hf_diloco.planning.scenario import Scenario
 from hf_diloco.planning.simulator import Schedule, least_rate, least_sync_every, utilisation
-from hf_diloco.transport.transfers import bytes_to_send
+from hf_diloco.transport.base import bytes_to_send
 from tests.processes import ROOT, run
 
 
