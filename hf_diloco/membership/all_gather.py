@@ -23,6 +23,7 @@ from hf_diloco.errors import (
     StopRequested,
     StoreError,
 )
+from hf_diloco.membership.round_records import OfferRecord, VoteRecord
 from hf_diloco.store.failures import KEEPER_GONE
 from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.clock import REAL, Clock
@@ -31,6 +32,7 @@ from hf_diloco.utils.waiting import Wait, WaitNotes
 Said = dict[str, Any]
 T = TypeVar("T")
 R = TypeVar("R", bound=BaseModel)
+InRound = TypeVar("InRound", OfferRecord, VoteRecord)
 
 _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.1  # a wait is seen to end within a tenth of its length
 LOOK_SECONDS = 0.5
@@ -204,6 +206,23 @@ def parse(what: str, raw: bytes) -> Said:
     if not isinstance(record, dict):
         raise RendezvousError(f"the record {what} is not JSON of this package: is something else on the port?")
     return record
+
+
+def make_message(topic: str, record: BaseModel) -> bytes:
+    """What goes over links of what an island says; see `hear`."""
+    return json.dumps({"topic": topic, "record": record.model_dump()}).encode()
+
+
+def hear(links: Links, topic: str, kind: type[InRound]) -> dict[int, InRound]:
+    """What has come over links under a topic, by the island that says it of itself.
+
+    Raises:
+        RendezvousError: it is nothing of this package, or of another version.
+    """
+    heard = {island: parse(f"{topic}/{island}", message) for island, message in links.messages().items() if message}
+    said = {island: one.get("record") for island, one in heard.items() if one.get("topic") == topic}
+    records = parse_some(kind, {island: one for island, one in said.items() if isinstance(one, dict)})
+    return {island: record for island, record in records.items() if record.island == island}
 
 
 def store_lost(error: Exception) -> IslandLostError:

@@ -20,16 +20,14 @@ many islands there are.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError, StopRequested
-from hf_diloco.membership.all_gather import RESUMES, AllGather, Links, parse, parse_some
+from hf_diloco.membership.all_gather import RESUMES, AllGather, InRound, Links, hear, make_message
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
 from hf_diloco.membership.round_records import (
     ABSTENTION,
@@ -59,8 +57,6 @@ _OTHERS_GO_ON = (
     "and others have more steps to take: give all islands the same number of steps (max_steps, or as many turns of "
     "the loop), and let nothing end one of them alone"
 )
-
-R = TypeVar("R", OfferRecord, VoteRecord)
 
 
 @dataclass(eq=False, repr=False)
@@ -211,8 +207,8 @@ class Unanimity:
     # What all say
 
     def _gather(
-        self, attempt: Attempt, own: R, what: str, patience: float, may_stop: bool = False
-    ) -> tuple[dict[int, R], list[int], list[int]]:
+        self, attempt: Attempt, own: InRound, what: str, patience: float, may_stop: bool = False
+    ) -> tuple[dict[int, InRound], list[int], list[int]]:
         """Says something to all islands, and waits for what they say, unless the attempt is decided before.
 
         Nobody waits for the store to take what links carry: it is read there only where one of them fails.
@@ -223,31 +219,23 @@ class Unanimity:
         path, kind = _path_of(attempt, own), type(own)
         folder = path.rpartition("/")[0]
 
-        def look(absent: Collection[int]) -> dict[int, R] | None:
+        def look(absent: Collection[int]) -> dict[int, InRound] | None:
             with looking_once(self.log.store, [attempt.path]):
                 records = self.log.read_all(self.log.list(f"{folder}/"), kind)
                 said = {record.island: record for path, record in records.items() if path == _path_of(attempt, record)}
                 is_over = not said.keys() >= set(absent) and self._decisions.outcome(attempt.path) is not None
             return None if is_over else said
 
-        def hear(links: Links) -> dict[int, R]:
-            sent = links.messages().items()
-            raw = {island: parse(f"{folder}/{island}", message) for island, message in sent if message}
-            said = {island: one.get("record") for island, one in raw.items() if one.get("topic") == folder}
-            records = parse_some(kind, {island: one for island, one in said.items() if isinstance(one, dict)})
-            return {island: record for island, record in records.items() if record.island == island}
-
         self._said.append(path)
         put = partial(self.all_gather.guard, partial(self.log.put, path, own))
         links = self.links[0] if self.links else None
-        message = json.dumps({"topic": folder, "record": own.model_dump()}).encode()
-        if links and links.send_message(message, self.all_gather.news.set):
+        if links and links.send_message(make_message(folder, own), self.all_gather.news.set):
             call_behind(put, IslandLostError)  # which is met where the store is needed
         else:
             links = None
             put()
         wait = self.all_gather.notes.begin(patience, what)
-        found, heard = {self._island: own}, partial(hear, links) if links else None
+        found, heard = {self._island: own}, partial(hear, links, folder, kind) if links else None
         missing, gone = self.all_gather.collect(found, look, patience, wait, may_stop, heard, self.links)
         return found, missing, gone
 

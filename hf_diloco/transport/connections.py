@@ -14,28 +14,26 @@ connections is sealed.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from hf_diloco.errors import ExchangeError, IslandLostError, StoreError
-from hf_diloco.sealing.channel import OVERHEAD, Channel
+from hf_diloco.sealing.channel import Channel
 from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.meeting import Meeting
-from hf_diloco.transport.transfers import Deadline, Failure, Transfers, Waiter, Work, reason
+from hf_diloco.transport.sealer import Sealer
+from hf_diloco.transport.waiting import Deadline, Failure, Waiter, Work, reason
 from hf_diloco.utils.listening import GlooListener
 from hf_diloco.utils.threads import call_within, outlive_gloo
-
-_MIN_KEPT_BYTES = 1 << 12
-
 
 PROBE_SECONDS = 0.5
 """How long one transfer may take before its connection is looked at; a broken one is known after twice that."""
@@ -50,6 +48,70 @@ it learns in its own thread that the other end refuses after it has given up, an
 
 PROBE_TAG = 0
 """Transfers are tagged from 1."""
+
+
+class _Check(NamedTuple):
+    received: torch.Tensor
+    is_sound: Callable[[], bool]
+    peer: int
+
+
+class Transfers:
+    """Sends and receives under way, each with its peer, so that a failure can be told by the island's number.
+
+    Attributes:
+        damaged: peers of whom something has come that is not what they sent. It was replaced by zeros, which every
+            codec can decode.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.damaged: set[int] = set()
+        self._checks: list[_Check] = []
+        self._endings: list[Callable[[], None]] = []
+        self._numbers: Counter[tuple[str, int, int]] = Counter()
+        self._sent = self._received = 0
+
+    def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
+        self.works.append(work)
+        self._sent += sent
+        self._received += received
+
+    def number(self, operation: str, peer: int, tag: int) -> int:
+        """Counts what goes one way with one tag, from 0; the same at both ends."""
+        self._numbers[operation, peer, tag] += 1
+        return self._numbers[operation, peer, tag] - 1
+
+    def expect(self, received: torch.Tensor, is_sound: Callable[[], bool], peer: int) -> None:
+        """Has `check` ask whether what was received is what the peer sent."""
+        self._checks.append(_Check(received, is_sound, peer))
+
+    def when_done(self, ending: Callable[[], None]) -> None:
+        """Has `check` call this; it is not called if the transfers fail."""
+        self._endings.append(ending)
+
+    def check(self) -> None:
+        """Looks at what has come, once it has; see `damaged`."""
+        for received, is_sound, peer in self._checks:
+            if not is_sound():
+                received.zero_()
+                self.damaged.add(peer)
+        for ending in self._endings:
+            ending()
+        self._checks.clear()
+        self._endings.clear()
+
+    def drop(self) -> None:
+        """Lets go of all that are under way: they hold the group, and the group its sockets."""
+        self.works.clear()
+        self._checks.clear()
+        self._endings.clear()
+
+    def take_traffic(self) -> Traffic:
+        """What was moved since the last call."""
+        traffic = Traffic(self._sent, self._received)
+        self._sent = self._received = 0
+        return traffic
 
 
 class Connections:
@@ -296,69 +358,3 @@ def _not_listening(error: OSError, lane: Lane) -> IslandLostError:
         "bind_address, whether the interface with this address is up, and how many files the process may open",
         [lane.island],
     )
-
-
-class Sealer:
-    """Seals what one end sends, and opens what comes. Any number of threads may use it.
-
-    A message is sealed from the caller's tensor into memory of its own, from which it is sent, and opened from where
-    it was received into the caller's tensor: one pass over memory each, as the checksum without a key is. That memory
-    is used again. A message that is only authenticated is sent as it lies, and its signature behind it.
-    """
-
-    def __init__(self, channels: Mapping[End, Channel]) -> None:
-        self.channels = channels
-        self._staging = _Staging()
-
-    def seal(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
-        """What to send, in this order."""
-        channel, place = self.channels[end], (tag, transfers.number("send", end.peer, tag))
-        if not channel.encrypts:
-            return [part, torch.frombuffer(bytearray(channel.sign(place, _bytes(part))), dtype=torch.uint8)]
-        sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
-        transfers.when_done(give_back)
-        channel.seal_into(place, _bytes(part), _bytes(sealed))
-        return [sealed]
-
-    def expect(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
-        """What to receive, in this order. `part` is whole once the transfers were waited for and checked."""
-        channel, place = self.channels[end], (tag, transfers.number("recv", end.peer, tag))
-        if not channel.encrypts:
-            signature = torch.empty(OVERHEAD, dtype=torch.uint8)
-            check = partial(_verify, channel, place, part, signature)
-            transfers.expect(part, check, end.peer)
-            return [part, signature]
-        sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
-        transfers.expect(part, partial(channel.open_into, place, _bytes(sealed), _bytes(part)), end.peer)
-        transfers.when_done(give_back)
-        return [sealed]
-
-
-class _Staging:
-    """Host memory, used again for whatever fits: fresh memory costs eight times what used memory does.
-
-    Each piece has the next power of two of bytes. What nobody has written to takes no memory, and the last chunk of
-    every fragment has a length of its own.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-
-    def take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        """So many bytes, and what gives them back: not to be called while a transfer may still use them."""
-        size = 1 << (num_bytes - 1).bit_length()
-        free = self._free[size] if num_bytes >= _MIN_KEPT_BYTES else []
-        try:
-            taken = free.pop()
-        except IndexError:
-            taken = torch.empty(size, dtype=torch.uint8)
-        return taken[:num_bytes], partial(free.append, taken)
-
-
-def _verify(channel: Channel, place: tuple[int, int], part: torch.Tensor, signature: torch.Tensor) -> bool:
-    return channel.verify(place, _bytes(part), bytes(signature.numpy()))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a 1-D host tensor (no copy)."""
-    return tensor.detach().view(torch.uint8).numpy().data

@@ -20,7 +20,7 @@ from torch.distributed import Store
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError
 from hf_diloco.sealing.channel import Channel
 from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.transport.transfers import Deadline
+from hf_diloco.transport.waiting import Deadline
 
 MAX_GREETING_BYTES = 1 << 14
 """Of a message from who has proved nothing."""

@@ -22,8 +22,8 @@ import xxhash
 
 from hf_diloco.errors import ExchangeError
 from hf_diloco.sealing.channel import OVERHEAD, Channel
-from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.transfers import Deadline, Failure, Transfers, Waiter
+from hf_diloco.transport.connections import Connections, Transfers
+from hf_diloco.transport.waiting import Deadline, Failure, Waiter
 
 MAX_FRAME_BYTES = 1 << 16
 FIRST_TAG = 1 << 30
@@ -72,8 +72,9 @@ class Messages:
         if not self._expected:
             self._expect()
         tag, expected, self._heard = self._tag, self._expected, {}
-        for peer in self._peers:
-            frame = _pack(message, tag, self._links.channel(peer, tag))
+        channels = {peer: self._links.channel(peer, tag) for peer in self._peers}
+        for peer, channel in channels.items():
+            frame = _pack(message, tag, channel)
             try:
                 self._links.send_whole(frame, peer, tag, expected[peer].transfers)
             except ExchangeError:  # nor can it be received from
@@ -81,7 +82,7 @@ class Messages:
         self._tag += 1
         self._expect()
         for peer, (received, transfers) in expected.items():
-            take = partial(_take, received, tag, self._links.channel(peer, tag), peer, self._heard, notify)
+            take = partial(_take, received, tag, channels[peer], peer, self._heard, notify)
             self._listener.start(transfers.works, Deadline(_FOREVER), take)
         return True
 

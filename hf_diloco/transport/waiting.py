@@ -1,5 +1,5 @@
-"""Sends and receives under way: whom they are with, whether what came is sound, a thread that waits for them, and with
-whom it began where islands give up one after the other.
+"""Waiting for sends and receives under way: a thread that blocks on them, until when, and with whom it began where
+islands give up one after the other.
 """
 
 from __future__ import annotations
@@ -9,18 +9,14 @@ import re
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import torch
-
 from hf_diloco.errors import StoreError
 from hf_diloco.store.values import ValueStore
-from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.threads import call_within
 
 NOTE_SECONDS = 2.0
@@ -40,70 +36,6 @@ class Failure(NamedTuple):
 
     peer: int
     reason: str
-
-
-class _Check(NamedTuple):
-    received: torch.Tensor
-    is_sound: Callable[[], bool]
-    peer: int
-
-
-class Transfers:
-    """Sends and receives under way, each with its peer, so that a failure can be told by the island's number.
-
-    Attributes:
-        damaged: peers of whom something has come that is not what they sent. It was replaced by zeros, which every
-            codec can decode.
-    """
-
-    def __init__(self) -> None:
-        self.works: list[Work] = []
-        self.damaged: set[int] = set()
-        self._checks: list[_Check] = []
-        self._endings: list[Callable[[], None]] = []
-        self._numbers: Counter[tuple[str, int, int]] = Counter()
-        self._sent = self._received = 0
-
-    def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
-        self.works.append(work)
-        self._sent += sent
-        self._received += received
-
-    def number(self, operation: str, peer: int, tag: int) -> int:
-        """Counts what goes one way with one tag, from 0; the same at both ends."""
-        self._numbers[operation, peer, tag] += 1
-        return self._numbers[operation, peer, tag] - 1
-
-    def expect(self, received: torch.Tensor, is_sound: Callable[[], bool], peer: int) -> None:
-        """Has `check` ask whether what was received is what the peer sent."""
-        self._checks.append(_Check(received, is_sound, peer))
-
-    def when_done(self, ending: Callable[[], None]) -> None:
-        """Has `check` call this; it is not called if the transfers fail."""
-        self._endings.append(ending)
-
-    def check(self) -> None:
-        """Looks at what has come, once it has; see `damaged`."""
-        for received, is_sound, peer in self._checks:
-            if not is_sound():
-                received.zero_()
-                self.damaged.add(peer)
-        for ending in self._endings:
-            ending()
-        self._checks.clear()
-        self._endings.clear()
-
-    def drop(self) -> None:
-        """Lets go of all that are under way: they hold the group, and the group its sockets."""
-        self.works.clear()
-        self._checks.clear()
-        self._endings.clear()
-
-    def take_traffic(self) -> Traffic:
-        """What was moved since the last call."""
-        traffic = Traffic(self._sent, self._received)
-        self._sent = self._received = 0
-        return traffic
 
 
 class Deadline:
