@@ -233,7 +233,7 @@ class ElasticSession(BaseSession):
 
     # Rounds
 
-    def sync(self) -> SyncReport:
+    def _sync(self) -> SyncReport:
         """Carries out all rounds that are planned; if this island has no part in them, it offers, and waits for one.
 
         Afterwards the masters hold the outer parameters if `outer.on_boundary`; else this island's own progress on top
@@ -244,13 +244,10 @@ class ElasticSession(BaseSession):
             StopRequested: this island was asked to stop while it waited. The others may use what it has offered.
             DivergedError, ForgedError, DuplicateIslandError: this island must end.
         """
-        with self._syncing():
-            try:
-                return self._sync()
-            except (StoreError, IslandLostError) as error:
-                raise self._missed(error) from None
-            finally:
-                self._go_on()
+        try:
+            return self._take_rounds()
+        except (StoreError, IslandLostError) as error:
+            raise self._missed(error) from None
 
     def advance(self, is_last: bool = False) -> list[SyncReport]:
         try:
@@ -287,14 +284,13 @@ class ElasticSession(BaseSession):
         )
 
     def _carry_out(self, own: Contribution) -> SyncReport:
-        with self._syncing():
-            self.rounds.rest()
-            self.rounds.archive.rescue_average()
-            report = self.rounds.carry_out(own)
-            self.rounds.archive.write_snapshot_if_due()
-            return report
+        self.rounds.rest()
+        self.rounds.archive.rescue_average()
+        report = self.rounds.carry_out(own)
+        self.rounds.archive.write_snapshot_if_due()
+        return report
 
-    def _sync(self) -> SyncReport:
+    def _take_rounds(self) -> SyncReport:
         clock = SyncClock(self._background.last_end)
         round_before = self.outer.round
         report = None

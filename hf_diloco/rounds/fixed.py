@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,17 +232,20 @@ class FixedSession(BaseSession):
                         return self._take_reports()
 
     def _carry_out(self, own: Contribution) -> SyncReport:
-        with self._syncing():
-            return self._rounds.carry_out(own)
+        return self._rounds.carry_out(own)
 
-    def sync(self) -> SyncReport:
+    def _sync(self) -> SyncReport:
+        """Afterwards the masters hold the new outer parameters, bit-identical on all islands.
+
+        Raises:
+            IslandLostError: an island did not come, left, or was lost on the way. Nothing was changed.
+            StopRequested: this island was asked to stop while it waited. Nothing was changed.
+            ExchangeError: the round was aborted for another reason. Nothing was changed.
+            DivergedError: islands that should be equal are not.
+        """
         while True:
-            try:
-                report = self._carry_out(capture(self.outer, SyncClock(self._background.last_end)))
-            except RoundRepeated:
-                continue
-            self._go_on()
-            return report
+            with suppress(RoundRepeated):
+                return self._rounds.carry_out(capture(self.outer, SyncClock(self._background.last_end)))
 
     # Leaving
 

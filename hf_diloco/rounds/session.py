@@ -56,7 +56,8 @@ class BaseSession(ABC):
         # A thread's talk inside the island must not mix with the training's.
         self._overlaps, self._is_streaming = config.overlaps, config.is_streaming
         self._talk = IslandGroup(timeout=config.longest_wait) if self._overlaps else island
-        self._background = Background(self.outer, self._carry_out)
+        self._background = Background(self.outer, self._carry_out_behind)
+        self._pulls = find_method(config.method).pulls
         self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
         self.has_left = self.has_finished = False
         self.chosen = ""
@@ -162,7 +163,7 @@ class BaseSession(ABC):
     @property
     def _holds_up_training(self) -> bool:
         """Whether inner steps wait for a round that was to be hidden behind them, and so for whoever is late."""
-        return self._background.is_landing and self.outer.current.method.pulls
+        return self._background.is_landing and self._pulls
 
     def _choose(self) -> None:
         """Puts numbers in the place of settings that are "auto", now that the number of rounds is known."""
@@ -213,7 +214,7 @@ class BaseSession(ABC):
             As `sync`.
         """
         self._background.raise_failure()
-        if self.outer.current.method.pulls and self.outer.steps and (self.outer.is_due or is_last):
+        if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
             self.outer.current.install_in = 0  # also where no round is under way, which is then that of the start
         while (fragment := self._background.landing(at_once=is_last)) is not None:
             self._reports += self._background.land(fragment)
@@ -254,9 +255,13 @@ class BaseSession(ABC):
         reports, self._reports = self._reports, []
         return reports
 
+    def _carry_out_behind(self, own: Contribution) -> SyncReport:
+        with self._syncing():
+            return self._carry_out(own)
+
     @abstractmethod
     def _carry_out(self, own: Contribution) -> SyncReport:
-        """Takes a contribution through its round; called on a thread, where rounds overlap training."""
+        """Takes a contribution through its round, on a thread behind the inner steps."""
 
     def settle(self) -> list[SyncReport]:
         """Waits for the rounds under way, so that a checkpoint can be written; they land at their time still.
@@ -273,14 +278,21 @@ class BaseSession(ABC):
         """Islands whose contributions were refused since the last call, with the reason; on the island's leader."""
         return {}
 
-    @abstractmethod
     def sync(self) -> SyncReport:
-        """Runs one round: afterwards the masters hold the new outer parameters, bit-identical on all islands.
+        """Runs one round, for which training waits; see `_sync` of the kind of session."""
+        with self._syncing():
+            try:
+                return self._sync()
+            finally:
+                self._go_on()
+
+    @abstractmethod
+    def _sync(self) -> SyncReport:
+        """Carries out what `sync` does.
 
         Raises:
-            IslandLostError: an island did not come, left, or was lost on the way. Nothing was changed.
-            StopRequested: this island was asked to stop while it waited. Nothing was changed.
-            ExchangeError: the round was aborted for another reason. Nothing was changed.
+            StopRequested: this island was asked to stop while it waited.
+            ExchangeError: the round did not take place.
             DivergedError: islands that should be equal are not.
         """
 
