@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
@@ -149,7 +150,7 @@ class Attempt:
     doubtful: frozenset[str] = frozenset()
     offers: tuple[OfferRecord, ...] = ()
 
-    @property
+    @cached_property
     def path(self) -> str:
         """Where its records lie."""
         return f"rounds/{self.round:08d}/{self.number:02d}"

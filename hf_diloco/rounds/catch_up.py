@@ -138,7 +138,7 @@ class Archive:
 
     def rescue_average(self) -> None:
         """Where nobody has put the average of one of the last rounds into the store, a snapshot takes its place."""
-        if self.island.on_leader(self._is_average_missing):
+        if self.last is not None and self.is_direct and self.island.on_leader(self._is_average_missing):
             self._tell_and_write(self.outer.round)
 
     def _tell_and_write(self, number: int) -> None:
@@ -148,8 +148,7 @@ class Archive:
 
     def _is_average_missing(self) -> bool:
         """Whether nobody can catch up with one of them, and it is on this island, of those left, to change that."""
-        if self.last is None or not self.is_direct:
-            return False
+        assert self.last is not None
         assert self.quorum is not None
         alive = self.quorum.processes()
         left = {offer.island for offer in self.last[0].offers if alive.get(offer.island) == offer.incarnation}

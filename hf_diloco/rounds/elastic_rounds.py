@@ -93,8 +93,8 @@ class ElasticRounds(Rounds):
         next one; where others have planned that without this island, it sees the plan when it has offered. Who was to
         put the last average into the store looks whether it is there.
         """
-        number = self.outer.round + 1
-        links, last = self._engine_of(number).links, self.archive.last
+        number, last = self.outer.round + 1, self.archive.last
+        links = self._engine_of(number).links if self._is_direct else ""
         if not links or links != self._links_at_look or last is None or self._offers.has_offered(number):
             return False
         planned, outcome = last
@@ -154,7 +154,7 @@ class ElasticRounds(Rounds):
         while True:
             planned = self.agree(own)
             is_late = self._is_direct and planned.is_committed
-            if is_late or not self._offers.is_newest(planned.offer_by(self.config.island)):
+            if is_late or not self._offers.is_taken(planned):
                 raise RoundPassed(f"round {own.number} takes place without what this island has for it")
             try:
                 report = self.attempt(planned, own, mean)
@@ -175,11 +175,11 @@ class ElasticRounds(Rounds):
         """
         self.rest()
         self.outer.land(self.outer.current)
-        is_here = self._holds_all(planned, self.outer.steps)
-        part = self._part_in(planned, is_resuming, is_here)
+        steps = self.outer.steps
+        part = self._offers.part_in(planned, steps, is_resuming)
         try:
             with clock.counts("waiting"):
-                if self._is_direct and planned.outcome is None and not is_here:
+                if self._is_direct and planned.outcome is None and not self._offers.is_all_taken(planned, steps):
                     patience = self.config.exchange_timeout
                     outcome = self.island.on_leader(
                         lambda: self.decider.await_outcome(planned, patience), OutcomeRecord
@@ -239,7 +239,7 @@ class ElasticRounds(Rounds):
     ) -> None:
         # Where islands disagree, this one's own values are read again like all others.
         may_use_memory = self._is_direct or not self._doubts.has(planned.round)
-        values = own.delta if may_use_memory and self._holds_all(planned, own.steps) else None
+        values = own.delta if may_use_memory and self._offers.is_all_taken(planned, own.steps) else None
         own.clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, values, stats.observe))
         if self._is_direct and len(planned.offers) == 1 and not planned.is_committed:
             self.outer.fragment_of(planned.round).encode_alone(mean)
@@ -303,22 +303,6 @@ class ElasticRounds(Rounds):
             yield
         if steps and own.used is not None:  # it had offered that before it gave up waiting and trained on
             fragment.count_down(steps)
-
-    def _part_in(self, planned: Attempt, is_resuming: bool, is_here: bool) -> Part:
-        """How much of this island's progress a round uses up."""
-        offer = planned.offer_by(self.config.island)
-        if offer is None:
-            return Part.WHOLE if str(self.config.island) in planned.agreed.left_out else Part.NONE
-        if is_resuming:  # what the last process had offered, before it may have trained on
-            is_all = offer.steps >= self.outer.steps
-        else:  # the steps of another process this one has made again
-            is_all = not self._offers.is_own(offer) or is_here
-        return Part.WHOLE if is_all else Part.SOME
-
-    def _holds_all(self, planned: Attempt, steps: int) -> bool:
-        """Whether a plan takes this island's last offer, and that has as many inner steps."""
-        is_newest = self._offers.is_newest(planned.offer_by(self.config.island))
-        return is_newest and self._offers.holds(planned.round, steps)
 
     def _diverged(self, planned: Attempt, fault: str) -> DivergedError:
         """The error for a round of which this island does not find the average; its state may be worth keeping."""

@@ -14,7 +14,7 @@ from hf_diloco.codecs import Codec
 from hf_diloco.errors import PayloadError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord, author_of
-from hf_diloco.rounds.round import Contribution
+from hf_diloco.rounds.round import Contribution, Part
 from hf_diloco.transport.base import Observer, Traffic
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.objects import ObjectInfo, read_info
@@ -146,13 +146,30 @@ class Offers:
         """Whether what was announced last is for round `number`."""
         return self._round == number
 
-    def is_newest(self, offer: OfferRecord | None) -> bool:
-        """Whether an offer of this island is this process's last."""
+    def is_taken(self, planned: Attempt) -> bool:
+        """Whether a plan takes what was announced last."""
+        offer = planned.offer_by(self._number)
         return offer is not None and (offer.incarnation, offer.serial) == (self._incarnation, self._serial)
 
-    def is_own(self, offer: OfferRecord) -> bool:
-        """Whether an offer is this process's."""
-        return offer.incarnation == self._incarnation
+    def is_all_taken(self, planned: Attempt, steps: int) -> bool:
+        """Whether a plan takes what was announced last, and that has so many inner steps."""
+        return self.is_taken(planned) and self.holds(planned.round, steps)
+
+    def part_in(self, planned: Attempt, steps: int, is_resuming: bool) -> Part:
+        """How much of this island's progress a round uses up.
+
+        Args:
+            steps: inner steps of the progress.
+            is_resuming: it comes from a checkpoint, and is part of what the last process had offered.
+        """
+        offer = planned.offer_by(self._number)
+        if offer is None:
+            return Part.WHOLE if str(self._number) in planned.agreed.left_out else Part.NONE
+        if is_resuming:  # what the last process had offered, before it may have trained on
+            is_all = offer.steps >= steps
+        else:  # the steps of another process this one has made again
+            is_all = offer.incarnation != self._incarnation or self.is_all_taken(planned, steps)
+        return Part.WHOLE if is_all else Part.SOME
 
     def forget(self, path: str) -> None:
         """Has `make` announce a pseudo-gradient anew if its offer is the one at `path`, which was of no use."""
