@@ -242,15 +242,16 @@ class Fragment:
             mine.mul_(alpha).add_(self.method.parameters[where], alpha=1 - alpha)
         return square
 
-    @property
-    def next_due_at(self) -> int:
-        """Inner steps before the next round, if one begins now. Where that is late and all islands must be there, as
-        many fewer: they take as many rounds, whichever step each of them went on from."""
-        late = 0 if self.meets_in_store else max(0, self.steps - self.due_at)
-        return self.config.sync_every - late % self.config.sync_every
+    def start_anew(self, due_at: int | None = None) -> None:
+        """The inner steps of the next round begin.
 
-    def start_anew(self, due_at: int) -> None:
-        """The inner steps of the next round begin."""
+        Args:
+            due_at: how many; default: `sync_every`. Where they begin late and all islands must be there, as many
+                fewer: they take as many rounds, whichever step each of them went on from.
+        """
+        if due_at is None:
+            late = 0 if self.meets_in_store else max(0, self.steps - self.due_at)
+            due_at = self.config.sync_every - late % self.config.sync_every
         self.steps = 0
         self.weight = 0.0
         self.due_at = due_at

@@ -36,9 +36,10 @@ class OuterState:
 
     Attributes:
         codec: how pseudo-gradients travel.
-        shards: this rank's master weights; set by `open`, as the next two.
+        shards: this rank's master weights; set by `open`, as the next three.
         fragments: of the model.
         names: a digest of the parameters of each.
+        buffers: what becomes of the inner optimizer's buffers where a round begins.
         round: rounds completed.
         num_begun: rounds begun: more than completed while some are under way.
         outer_hash: digest of the whole island's outer parameters; empty before there are any.
@@ -50,6 +51,7 @@ class OuterState:
     fragments: list[Fragment]
     shards: Shards
     names: list[str]
+    buffers: Buffers
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
         self.config = config
@@ -142,13 +144,9 @@ class OuterState:
             if wants_rates:
                 groups = Groups(shards.inner.num_groups, runs_of(partition, part, shards.inner.groups))
             self.fragments.append(kind(self.config, self.island, partition, intervals, pool, due_at, groups))
+        self.buffers = self.current.method.buffers(shards.inner.kind)
         shards.inner.check_buffers(self.buffers)
         self.codec.prepare()
-
-    @property
-    def buffers(self) -> Buffers:
-        """What becomes of the inner optimizer's buffers where a round begins."""
-        return self.current.method.buffers(self.shards.inner.kind)
 
     @property
     def rates(self) -> list[float]:
@@ -249,7 +247,7 @@ class OuterState:
         if self.buffers == "zero":
             self.shards.inner.zero_buffers()
         fragment.install_in = None
-        fragment.start_anew(fragment.next_due_at)
+        fragment.start_anew()
 
     def land(self, fragment: Fragment) -> None:
         """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""

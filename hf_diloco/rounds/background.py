@@ -57,7 +57,7 @@ class Background:
     def begin(self) -> Contribution:
         """Captures what the next round is of; the fragment's next inner steps begin."""
         own = capture(self.outer, SyncClock(self.last_end))
-        own.fragment.start_anew(own.fragment.next_due_at)
+        own.fragment.start_anew()
         own.is_begun = True
         self.outer.num_begun = own.number
         return own
