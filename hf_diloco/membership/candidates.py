@@ -11,7 +11,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -199,8 +198,9 @@ class Candidates:
     def plan(self, attempt: Attempt, offers: Mapping[int, OfferRecord]) -> PlanRecord:
         """See `make_plan`."""
         smallest = min((offer.norm for offer in offers.values() if offer.norm is not None), default=0.0)
-        why_not = partial(self._usual_norms.why_not, attempt.round, smallest=smallest)
-        return make_plan(attempt, self._members.island, offers, why_not)
+        why_not = self._usual_norms.why_not
+        reasons = {island: why_not(attempt.round, offer, smallest) for island, offer in offers.items()}
+        return make_plan(attempt, self._members.island, offers, reasons)
 
 
 class Fault(NamedTuple):

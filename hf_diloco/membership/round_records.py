@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -226,21 +226,21 @@ def make_plan(
     attempt: Attempt,
     by: int,
     offers: Mapping[int, OfferRecord],
-    why_not: Callable[[OfferRecord], str] = why_useless,
+    reasons: Mapping[int, str] | None = None,
 ) -> PlanRecord:
     """Of some offers that start from the same state, those that count take part.
 
     Args:
         attempt: that they are made to.
         by: the island that makes the plan.
-        why_not: says why one does not count; "" if it does.
+        reasons: why the offer of each island does not count, "" if it does; default: see `why_useless`.
 
     Raises:
         ExchangeError: none counts.
     """
     participants, rates, left_out = [], [], {}
     for island, offer in sorted(offers.items()):
-        if reason := why_not(offer):
+        if reason := why_useless(offer) if reasons is None else reasons[island]:
             left_out[str(island)] = reason
         else:
             assert offer.norm is not None
