@@ -246,19 +246,24 @@ class ElasticRounds(Rounds):
         if own.part is Part.SOME and (offer := planned.offer_by(self.config.island)):
             own.used = self.island.on_all(lambda: engine.values_of(offer))
 
-    def commit(self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
-        """See `Rounds.commit`; an attempt is to be looked at again if it is aborted, or has another average.
+    def vote(self, planned: Attempt, digest: str) -> OutcomeRecord:
+        """See `Rounds.vote`; again, where a commit of another average is not to be believed."""
+        outcome = planned.outcome or super().vote(planned, digest)
+        while outcome.kind == "commit" and outcome.mean != digest:
+            if not self._refuses(planned, outcome.mean):
+                break
+            outcome = super().vote(planned, digest)
+        return outcome
+
+    def settle(
+        self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
+    ) -> bool:
+        """See `Rounds.settle`; an attempt is to be looked at again if it is aborted, or has another average.
 
         Raises:
             DivergedError: that has happened before, and is this island's fault, or nobody's that could be named.
         """
         engine = self._engine_of(planned.round)
-        with own.clock.counts("waiting"):
-            outcome = planned.outcome or self._vote(planned, digest)
-            while outcome.kind == "commit" and outcome.mean != digest:
-                if not self._refuses(planned, outcome.mean):
-                    break
-                outcome = self._vote(planned, digest)
         fault = self._doubts.judge(planned, digest, outcome)
         if fault:
             engine.close()
@@ -277,9 +282,6 @@ class ElasticRounds(Rounds):
         self.archive.complete(planned, outcome)
         self.island.on_leader(lambda: self.decider.remember(planned))
         return True
-
-    def _vote(self, planned: Attempt, digest: str) -> OutcomeRecord:
-        return self.island.on_leader(lambda: self.decider.commit(planned, digest), OutcomeRecord)
 
     def _refuses(self, planned: Attempt, mean: str) -> bool:
         return self.island.on_leader(lambda: self.decider.refuse_commit(planned, mean))

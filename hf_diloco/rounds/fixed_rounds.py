@@ -128,14 +128,14 @@ class FixedRounds(Rounds):
             raise damage
         return traffic
 
-    def commit(self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
-        """See `Rounds.commit`.
+    def settle(
+        self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
+    ) -> bool:
+        """See `Rounds.settle`.
 
         Raises:
             DivergedError: the islands' averages differ, and have before.
         """
-        with own.clock.counts("waiting"):
-            outcome = self.island.on_leader(lambda: self.decider.commit(planned, digest), OutcomeRecord)
         if outcome.kind == "commit":
             return True
         if planned.number + 1 >= MAX_TRIES:

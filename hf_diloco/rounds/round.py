@@ -262,7 +262,11 @@ class Rounds(ABC):
         """
         with own.clock.counts("exchanging"):
             stats = self.average(planned, own, mean)
-        if stats is None or not self.commit(planned, own, mean, stats.digest):
+        if stats is None:
+            return None
+        with own.clock.counts("waiting"):
+            outcome = self.vote(planned, stats.digest)
+        if not self.settle(planned, own, mean, stats.digest, outcome):
             return None
         weights = planned.participants
         took_part = own.part is Part.WHOLE and self.config.island in weights
@@ -278,9 +282,15 @@ class Rounds(ABC):
             What was measured, with the digest of the whole average.
         """
 
+    def vote(self, planned: Attempt, digest: str) -> OutcomeRecord:
+        """Votes for an average; returns what was decided."""
+        return self.island.on_leader(lambda: self.decider.commit(planned, digest), OutcomeRecord)
+
     @abstractmethod
-    def commit(self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str) -> bool:
-        """Votes for an average; returns whether the round is committed, or is to be tried again."""
+    def settle(
+        self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
+    ) -> bool:
+        """Does what follows from an outcome; returns whether the round is committed, or is to be tried again."""
 
     def say_again(self, number: int, reason: object) -> None:
         """Says that a round is tried again."""
