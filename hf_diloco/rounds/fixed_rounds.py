@@ -16,8 +16,8 @@ from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeReco
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measures import SyncReport
-from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, Rounds
-from hf_diloco.transport.base import Exchange, LaneStats, Traffic
+from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, Rounds, SyncClock
+from hf_diloco.transport.base import Exchange, LaneStats
 
 
 class FixedRounds(Rounds):
@@ -105,28 +105,31 @@ class FixedRounds(Rounds):
         stats, damage = LaneStats(), None
         taken = planned.participants
         weights = [taken.get(island, 0.0) for island in range(self.config.num_islands)]  # 0: left out
-        average = partial(self._average_lanes, weights, partition, values, codec, stats)
         try:
-            own.clock.traffic += self.island.on_all(average)
+            self.island.on_all(partial(self._average_lanes, own.clock, weights, partition, values, codec, stats))
         except DamagedTransferError as error:
             damage = error
         stats.digest = partition.combine_digests(stats.digests, self.island)
         return stats, damage
 
     def _average_lanes(
-        self, weights: list[float], partition: Partition, values: torch.Tensor, codec: Codec, stats: LaneStats
-    ) -> Traffic:
-        traffic = Traffic()
+        self,
+        clock: SyncClock,
+        weights: list[float],
+        partition: Partition,
+        values: torch.Tensor,
+        codec: Codec,
+        stats: LaneStats,
+    ) -> None:
         damage: DamagedTransferError | None = None
         for exchange, part in self._lanes(partition, values):
             stats.begin_lane()
             try:
-                traffic += exchange.average(part, weights, codec, stats.observe)
+                clock.traffic += exchange.average(part, weights, codec, stats.observe)
             except DamagedTransferError as error:  # the others wait for the lanes that are left
                 damage = error
         if damage is not None:
             raise damage
-        return traffic
 
     def settle(
         self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord

@@ -86,6 +86,11 @@ class RateLimit:
         if pause > 0:
             self._clock.sleep(pause)
 
+    @property
+    def pace(self) -> Callable[[int], None] | None:
+        """What to call before so many bytes go, as `take`; None where all may go at once."""
+        return None if self.bytes_per_second is None else self.take
+
     def seconds(self, num_bytes: int) -> float:
         """The least that so many bytes take."""
         if self.bytes_per_second is None:

@@ -67,7 +67,7 @@ class BucketExchange:
         self._num_transfers = num_transfers
         self._seal = seal
         # Without a pace a small object takes one request, and not three.
-        self._pace = rate_limit.take if rate_limit and rate_limit.bytes_per_second is not None else None
+        self._pace = rate_limit.pace if rate_limit else None
         self.start = start
         self.length = length
 

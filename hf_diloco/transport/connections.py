@@ -133,7 +133,7 @@ class Connections:
     def __init__(self, lane: Lane) -> None:
         self.num_connections = lane.num_connections
         self.parties = lane.parties
-        self._rate_limit = lane.rate_limit
+        self._pace = lane.rate_limit.pace
         self._peers = lane.peers
         self.groups: list[ProcessGroupGloo] = []
         self._sealer: Sealer | None = None
@@ -176,11 +176,10 @@ class Connections:
         for connection, part in self.spread(tensor, tag):
             num_bytes = part.nbytes
             for wire in sealer.seal(part, End(peer, connection), tag, transfers) if sealer else (part,):
-                self._rate_limit.take(wire.nbytes)
-                transfers.add(self._start("send", wire, peer, tag, connection), sent=num_bytes)
+                transfers.add(self._send(wire, peer, tag, connection), sent=num_bytes)
                 num_bytes = 0
         if with_checksum and not sealer and tensor.numel():  # made while the first part is on its way
-            self.send_whole(torch.tensor([_checksum(tensor)]), peer, tag, transfers)
+            transfers.add(self.send_whole(torch.tensor([_checksum(tensor)]), peer, tag))
 
     def receive(
         self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = True
@@ -195,17 +194,16 @@ class Connections:
                 num_bytes = 0
         if with_checksum and not sealer and tensor.numel():
             checksum = torch.empty(1, dtype=torch.int64)
-            self.receive_whole(checksum, peer, tag, transfers)
+            transfers.add(self.receive_whole(checksum, peer, tag))
             transfers.expect(tensor, lambda: _checksum(tensor) == int(checksum), peer)
 
-    def send_whole(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+    def send_whole(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """As `send`, of something small: over one connection, and as it is. The caller seals."""
-        self._rate_limit.take(tensor.nbytes)
-        transfers.add(self._start("send", tensor, peer, tag, tag % self.num_connections))
+        return self._send(tensor, peer, tag, tag % self.num_connections)
 
-    def receive_whole(self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers) -> None:
+    def receive_whole(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Starts receiving what comes by `send_whole`, also into a longer tensor."""
-        transfers.add(self._start("recv", tensor, peer, tag, tag % self.num_connections))
+        return self._start("recv", tensor, peer, tag, tag % self.num_connections)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
         """Blocks until all are done; returns what they moved.
@@ -248,6 +246,11 @@ class Connections:
             fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, MIN_PART_BYTES))
             for number, part in enumerate(tensor.tensor_split(max(fewest, min(self.num_connections, most)))):
                 yield (tag + number) % self.num_connections, part
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
+        if self._pace:
+            self._pace(tensor.nbytes)
+        return self._start("send", tensor, peer, tag, connection)
 
     def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
         if not self.groups:

@@ -74,6 +74,7 @@ class MeshExchange(Exchange):
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(lane.store, lane.name, lane.island)
         self._rate_limit = lane.rate_limit
+        self._is_limited = lane.rate_limit.bytes_per_second is not None
         self.links = Connections(lane)
         self._messages = Messages(self.links, self._peers)
 
@@ -95,7 +96,7 @@ class MeshExchange(Exchange):
             assert chunk.size == part.numel(), f"{chunk.size} values were expected, not {part.numel()}"
             chunk.values = part
         try:
-            if self._rate_limit.bytes_per_second is None:  # else sending takes its time
+            if not self._is_limited:  # else sending takes its time
                 for chunk in self._prepared:
                     self._scatter(chunk)
         except ExchangeError as error:
@@ -108,7 +109,8 @@ class MeshExchange(Exchange):
             if observe:
                 observe(values, values)
             return Traffic()
-        self._check_rate(bytes_to_send(values.numel(), self.num_islands, codec))
+        if self._is_limited:
+            self._check_rate(bytes_to_send(values.numel(), self.num_islands, codec))
         deadline = Deadline(self._timeout)
         pipeline: deque[Chunk] = deque()
         traffic = Traffic()
@@ -140,7 +142,7 @@ class MeshExchange(Exchange):
         return traffic
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
-        if self.island == source:
+        if self.island == source and self._is_limited:
             self._check_rate(values.nbytes * len(self._peers))
         deadline = Deadline(self._timeout)
         transfers = Transfers()

@@ -22,8 +22,8 @@ import xxhash
 
 from hf_diloco.errors import ExchangeError
 from hf_diloco.sealing.channel import OVERHEAD, Channel
-from hf_diloco.transport.connections import Connections, Transfers
-from hf_diloco.transport.waiting import Deadline, Failure, Waiter
+from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.waiting import Deadline, Failure, Waiter, Work
 
 MAX_FRAME_BYTES = 1 << 16
 FIRST_TAG = 1 << 30
@@ -34,10 +34,10 @@ _FOREVER = 365 * 86400.0  # Gloo closes the connection when it gives up; who wai
 
 
 class _Expected(NamedTuple):
-    """One peer's message, as Gloo receives it."""
+    """One peer's message, as Gloo receives it, and what is under way for it."""
 
     frame: torch.Tensor
-    transfers: Transfers
+    works: list[Work]
 
 
 class Messages:
@@ -76,14 +76,14 @@ class Messages:
         for peer, channel in channels.items():
             frame = _pack(message, tag, channel)
             try:
-                self._links.send_whole(frame, peer, tag, expected[peer].transfers)
+                expected[peer].works.append(self._links.send_whole(frame, peer, tag))
             except ExchangeError:  # nor can it be received from
                 continue
         self._tag += 1
         self._expect()
-        for peer, (received, transfers) in expected.items():
+        for peer, (received, works) in expected.items():
             take = partial(_take, received, tag, channels[peer], peer, self._heard, notify)
-            self._listener.start(transfers.works, Deadline(_FOREVER), take)
+            self._listener.start(works, Deadline(_FOREVER), take)
         return True
 
     def heard(self) -> dict[int, bytes]:
@@ -103,11 +103,10 @@ class Messages:
         """Has Gloo receive all peers' next messages."""
         self._expected = {}
         for peer in self._peers:
-            transfers = Transfers()
             frame = torch.zeros(MAX_FRAME_BYTES, dtype=torch.uint8)
-            self._expected[peer] = _Expected(frame, transfers)
+            self._expected[peer] = _Expected(frame, works := [])
             try:
-                self._links.receive_whole(frame, peer, self._tag, transfers)
+                works.append(self._links.receive_whole(frame, peer, self._tag))
             except ExchangeError:
                 continue
 
