@@ -138,7 +138,7 @@ class Archive:
 
     def rescue_average(self) -> None:
         """Where nobody has put the average of one of the last rounds into the store, a snapshot takes its place."""
-        if self.last is not None and self.is_direct and self.island.on_leader(self._is_average_missing):
+        if self.last is not None and self.island.on_leader(self._is_average_missing):
             self._tell_and_write(self.outer.round)
 
     def _tell_and_write(self, number: int) -> None:

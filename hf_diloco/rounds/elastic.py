@@ -284,8 +284,7 @@ class ElasticSession(BaseSession):
         )
 
     def _carry_out(self, own: Contribution) -> SyncReport:
-        self.rounds.rest()
-        self.rounds.archive.rescue_average()
+        self.rounds.rescue_average()
         report = self.rounds.carry_out(own)
         self.rounds.archive.write_snapshot_if_due()
         return report
@@ -323,8 +322,7 @@ class ElasticSession(BaseSession):
             planned = self.rounds.find()
             is_over = planned is None and (self._has_last_round or self._has_caught_up(round_before))
             if planned is None and not is_over:
-                self.rounds.rest()
-                self.rounds.archive.rescue_average()
+                self.rounds.rescue_average()
         return planned, is_over
 
     def _looking_once(self) -> AbstractContextManager[None]:

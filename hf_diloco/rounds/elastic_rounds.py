@@ -109,6 +109,12 @@ class ElasticRounds(Rounds):
         self.outer.land(self.outer.current)
         return capture(self.outer, clock)
 
+    def rescue_average(self) -> None:
+        """See `Archive.rescue_average`, once no average of this island is on its way into the store."""
+        if self._is_direct:
+            self.rest()
+            self.archive.rescue_average()
+
     def publish_and_leave(self) -> None:
         """Offers this island's progress to the next round without waiting for it: it leaves."""
         number = self.outer.round + 1
@@ -173,8 +179,9 @@ class ElasticRounds(Rounds):
             is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
             own: its progress, if that was captured just now: the model need not be read again.
         """
-        self.rest()
-        self.outer.land(self.outer.current)
+        if own is None:
+            self.rest()
+            self.outer.land(self.outer.current)
         steps = self.outer.steps
         part = self._offers.part_in(planned, steps, is_resuming)
         try:
