@@ -71,6 +71,7 @@ class MeshExchange(Exchange):
         self._expected: deque[Chunk] = deque()
         self._prepared: deque[Chunk] = deque()
         self._failure: ExchangeError | None = None
+        self._moved = Traffic()  # in the exchange under way
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(lane.store, lane.name, lane.island)
         self._rate_limit = lane.rate_limit
@@ -113,7 +114,7 @@ class MeshExchange(Exchange):
             self._check_rate(bytes_to_send(values.numel(), self.num_islands, codec))
         deadline = Deadline(self._timeout)
         pipeline: deque[Chunk] = deque()
-        traffic = Traffic()
+        self._moved = Traffic()
         size = chunk_values(values.numel(), codec)
         num_slots = num_chunks_in_flight(size, codec)
         first_slot = len(self._expected)  # those before are for another average, whose values may come meanwhile
@@ -122,7 +123,7 @@ class MeshExchange(Exchange):
                 raise self._failure
             for number, part in enumerate(values.split(size)):
                 if len(pipeline) == num_slots:
-                    traffic += self._finish(pipeline.popleft(), weights, observe, deadline)
+                    self._finish(pipeline.popleft(), weights, observe, deadline)
                 known = self._prepared.popleft() if self._prepared else None
                 chunk = known or self._expect(first_slot + number % num_slots, part.numel(), codec)
                 chunk.values = part
@@ -133,18 +134,19 @@ class MeshExchange(Exchange):
             for chunk in pipeline:
                 self._reduce(chunk, weights, deadline)
             while pipeline:
-                traffic += self._finish(pipeline.popleft(), weights, observe, deadline)
+                self._finish(pipeline.popleft(), weights, observe, deadline)
         except ExchangeError as error:
             for chunk in pipeline:
                 chunk.drop()
             raise self._give_up(error, deadline) from None
         self._check_damage()
-        return traffic
+        return self._moved
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
         if self.island == source and self._is_limited:
             self._check_rate(values.nbytes * len(self._peers))
         deadline = Deadline(self._timeout)
+        self._moved = Traffic()
         transfers = Transfers()
         try:
             for chunk in values.split(CHUNK_VALUES) if values.numel() else ():
@@ -154,12 +156,12 @@ class MeshExchange(Exchange):
                         self.links.send(chunk, peer, tag, transfers)
                 else:
                     self.links.receive(chunk, source, tag, transfers)
-            traffic = self._wait(transfers, deadline)
+            self._wait(transfers, deadline)
         except ExchangeError as error:
             transfers.drop()
             raise self._give_up(error, deadline) from None
         self._check_damage()
-        return traffic
+        return self._moved
 
     def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
         return self._messages.send(message, notify)
@@ -236,7 +238,7 @@ class MeshExchange(Exchange):
         if chunk.is_averaged_by_all or chunk.is_reduced:
             return
         chunk.is_reduced = True
-        chunk.traffic = self._wait(chunk.transfers, deadline)
+        self._wait(chunk.transfers, deadline)
         own, codec = chunk.result_of(self.island), chunk.codec
         for where in blocks(length(chunk.pieces[self.island])):
             mean = self._mean(chunk, where, weights)
@@ -244,10 +246,9 @@ class MeshExchange(Exchange):
         for peer in self._peers:
             self.links.send(own, peer, chunk.result_tag, chunk.results)
 
-    def _finish(self, chunk: Chunk, weights: Sequence[float], observe: Observer | None, deadline: Deadline) -> Traffic:
+    def _finish(self, chunk: Chunk, weights: Sequence[float], observe: Observer | None, deadline: Deadline) -> None:
         """Puts the average in place of the chunk's values, block by block."""
-        awaited = chunk.transfers if chunk.is_averaged_by_all else chunk.results
-        traffic = chunk.traffic + self._wait(awaited, deadline)
+        self._wait(chunk.transfers if chunk.is_averaged_by_all else chunk.results, deadline)
         for where in blocks(chunk.size):
             values = chunk.values[where]
             if chunk.is_averaged_by_all:
@@ -257,12 +258,10 @@ class MeshExchange(Exchange):
             if observe:
                 observe(values, mean)
             values.copy_(mean)
-        return traffic
 
-    def _wait(self, transfers: Transfers, deadline: Deadline) -> Traffic:
-        traffic = self.links.wait(transfers, deadline, self._watch() if self._watch else None)
+    def _wait(self, transfers: Transfers, deadline: Deadline) -> None:
+        self._moved += self.links.wait(transfers, deadline, self._watch() if self._watch else None)
         self._damaged |= transfers.damaged
-        return traffic
 
     def _check_damage(self) -> None:
         """Raises `DamagedTransferError` if something came damaged: at the end, as the others wait for the rest."""
@@ -346,7 +345,6 @@ class Chunk:
     received: dict[int, torch.Tensor] = field(default_factory=dict)
     is_scattered: bool = False
     is_reduced: bool = False
-    traffic: Traffic = field(default_factory=Traffic)
     transfers: Transfers = field(default_factory=Transfers)
     results: Transfers = field(default_factory=Transfers)
 
