@@ -1,8 +1,7 @@
-"""What is told of a round: its report, and how its average lies to each island's own progress."""
+"""What is told of a round."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
@@ -40,13 +39,3 @@ class SyncReport:
     outer_hash: str
     fragment: int = 0
     seconds_hidden: float = 0.0
-
-
-def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float | None:
-    """Cosine of Delta_i to (mean - share * Delta_i), the part of the mean that the others made."""
-    if share >= 1:
-        return None
-    others = mean - 2 * share * dot + share * share * own
-    if not (own > 0 and others > 0):
-        return None
-    return (dot - share * own) / math.sqrt(own * others)

@@ -34,7 +34,7 @@ from hf_diloco.membership.unanimity import Unanimity
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.measures import SyncReport, cosine_to_others
+from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.transport.base import AverageStats, Traffic
 
 logger = logging.getLogger("hf_diloco")
@@ -337,6 +337,16 @@ class Rounds(ABC):
                 self.config.island,
                 cosine,
             )
+
+
+def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float | None:
+    """Cosine of Delta_i to (mean - share * Delta_i), the part of the mean that the others made."""
+    if share >= 1:
+        return None
+    others = mean - 2 * share * dot + share * share * own
+    if not (own > 0 and others > 0):
+        return None
+    return (dot - share * own) / math.sqrt(own * others)
 
 
 class SyncClock:

@@ -36,7 +36,8 @@ from hf_diloco.membership import all_gather
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.export import outer_parameters
 from hf_diloco.rounds.fixed import FixedSession
-from hf_diloco.rounds.measures import SyncReport, cosine_to_others
+from hf_diloco.rounds.measures import SyncReport
+from hf_diloco.rounds.round import cosine_to_others
 from hf_diloco.transport.base import Exchange, Lane
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import Transport
