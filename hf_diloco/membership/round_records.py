@@ -161,7 +161,7 @@ class Attempt:
         assert self.plan is not None
         return self.plan
 
-    @property
+    @cached_property
     def participants(self) -> dict[int, float]:
         """Their weights, by island, in the order of the sum."""
         return {participant.island: participant.weight for participant in self.agreed.participants}
