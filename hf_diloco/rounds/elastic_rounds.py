@@ -185,16 +185,19 @@ class ElasticRounds(Rounds):
         steps = self.outer.steps
         part = self._offers.part_in(planned, steps, is_resuming)
         try:
-            with clock.counts("waiting"):
-                if self._is_direct and planned.outcome is None and not self._offers.is_all_taken(planned, steps):
-                    patience = self.config.exchange_timeout
+            if planned.is_committed:
+                with clock.counts("waiting"):
+                    is_there = self.archive.await_average(planned)
+                if not is_there:
+                    raise PayloadError(f"the average of round {planned.round} is not in the store")
+            elif self._is_direct and not self._offers.is_all_taken(planned, steps):
+                patience = self.config.exchange_timeout
+                with clock.counts("waiting"):
                     outcome = self.island.on_leader(
                         lambda: self.decider.await_outcome(planned, patience), OutcomeRecord
                     )
-                    self._check_patience(planned, outcome)
-                    return None
-                if planned.is_committed and not self.archive.await_average(planned):
-                    raise PayloadError(f"the average of round {planned.round} is not in the store")
+                self._check_patience(planned, outcome)
+                return None
             own = own or capture(self.outer, clock)
             own.complete(self.island, with_residual=part is Part.WHOLE)
             own.part = part
@@ -287,7 +290,8 @@ class ElasticRounds(Rounds):
         engine.settled(planned, outcome, mean)
         self.refused |= {int(island): reason for island, reason in planned.agreed.left_out.items()}
         self.archive.complete(planned, outcome)
-        self.island.on_leader(lambda: self.decider.remember(planned))
+        if self.island.is_leader:
+            self.decider.remember(planned)
         return True
 
     def _refuses(self, planned: Attempt, mean: str) -> bool:
