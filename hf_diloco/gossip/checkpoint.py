@@ -1,9 +1,8 @@
-"""Which checkpoints of a node are whole; from which all nodes go on when they are started again, and how those enter
-who lack theirs.
+"""Checkpoints of nodes: which are complete, from which all nodes resume, and how nodes without one enter.
 
-The Trainer's checkpoint holds everything: this node's parameters, the method's vectors with the optimizer's state, and
-the random generators. What is added is a record of who wrote it, with size and digest of every file, last: a
-checkpoint without it, or without one of the files, is not whole.
+The Trainer's checkpoint holds the whole state: this node's parameters, the method's vectors with the optimizer's
+state, and the random generators. After all other files, the node writes a record with its number and the size and
+digest of each file. A checkpoint that lacks the record, or one of the files, is incomplete.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from hf_diloco.utils.files import telling
 from hf_diloco.utils.text import numbers, plural
 
 RECORD = "gossip.json"
-"""The file that is written last into a checkpoint."""
-_NUM_READ = 2  # sound checkpoints, the newest first; older ones are taken for sound
+"""Name of the record, the last file that is written into a checkpoint."""
+_NUM_READ = 2  # newest intact checkpoints whose contents are verified; older ones are assumed to be intact
 
 logger = logging.getLogger("hf_diloco")
 
 
 class GossipIndex(BaseModel):
-    """The contents of `gossip.json`: whose checkpoint it is. Earlier versions wrote more, which is passed over.
+    """The contents of `gossip.json`: which node wrote the checkpoint. Further fields of earlier versions are ignored.
 
     Attributes:
-        life: tells the training in which it was written, the same on all nodes, from earlier ones; "" in earlier
-            versions.
+        life: identifies the start of the run that wrote the checkpoint; the same on all nodes. "" in checkpoints of
+            earlier versions.
     """
 
     format: int = 1
@@ -61,10 +60,10 @@ class GossipIndex(BaseModel):
 
 
 def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None:
-    """Marks a checkpoint as whole, when all else is on the disk. Collective over the node's ranks.
+    """Marks a checkpoint as complete; call it after all other files are written. Collective over the node's ranks.
 
     Raises:
-        CheckpointError: the disk does not take it; on every rank.
+        CheckpointError: the record cannot be written; on every rank.
     """
     whole = index.model_copy(update={"files": record_files(checkpoint, ranks, RECORD)})
 
@@ -76,10 +75,10 @@ def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None
 
 
 def read_index(checkpoint: Path) -> GossipIndex:
-    """The record of a checkpoint.
+    """Reads the record of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it lists a file that is missing or cut short.
+        CheckpointError: the record is absent or unreadable, or lists a file that is missing or truncated.
     """
     absent = f"{checkpoint} has no {RECORD}: it was not written by a node of a graph"
     index = read_record(checkpoint / RECORD, GossipIndex, absent)
@@ -100,7 +99,7 @@ def check_index(checkpoint: Path, mine: GossipIndex) -> None:
 
 
 def whole_checkpoints(output_dir: Path) -> dict[int, Path]:
-    """All whole checkpoints of a node, by step."""
+    """All complete checkpoints of a node, by step."""
     found = {}
     for path in Path(output_dir).glob("checkpoint-*"):
         try:
@@ -118,13 +117,13 @@ def find_whole(folder: Path) -> list[Path]:
 
 
 def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
-    """The whole checkpoints of a node by step, without those of the newest that are damaged, which are told.
+    """The complete checkpoints of a node, by step; warns of damaged ones among the newest, and leaves them out.
 
-    Collective over the node's ranks; all get the leader's.
+    Collective over the node's ranks; all get the leader's list.
 
     Args:
-        output_dir: where they are.
-        ranks: of the node, who share the reading.
+        output_dir: the folder of the checkpoints.
+        ranks: the node's ranks, which share the reading.
     """
 
     def look() -> list[tuple[int, str]]:
@@ -150,28 +149,28 @@ def check_files(checkpoint: Path, ranks: IslandGroup) -> None:
     """Reads every file of a checkpoint. Collective over the node's ranks.
 
     Raises:
-        CheckpointError: one is missing, or does not hold what was written to it; on every rank.
+        CheckpointError: a file is missing, or its contents have changed since it was written; on every rank.
     """
     index = ranks.on_all(lambda: read_index(checkpoint))
     check_contents(checkpoint, index.files, ranks)
 
 
-# From which all nodes go on
+# The checkpoint from which all nodes resume
 
 Held: TypeAlias = tuple[int, str]
 """Step and life of a checkpoint that a node holds."""
 
 
 def lives_of(checkpoints: Mapping[int, Path]) -> list[Held]:
-    """Step and life of whole checkpoints, which are given by step."""
+    """Step and life of each of these complete checkpoints."""
     return [(step, read_index(path).life) for step, path in sorted(checkpoints.items())]
 
 
 def read_held(record: Record, node: int) -> list[Held]:
-    """What a node shows of its checkpoints.
+    """Returns the checkpoints that a node's record lists.
 
     Raises:
-        PayloadError: it is something else.
+        PayloadError: the record is invalid.
     """
     try:
         return [(int(step), str(life)) for step, life in record["held"]]
@@ -184,12 +183,12 @@ def read_held(record: Record, node: int) -> list[Held]:
 
 @dataclass(frozen=True)
 class Resumption:
-    """What all nodes go on from.
+    """The point from which all nodes resume.
 
     Attributes:
-        step: optimizer steps before it.
-        holders: nodes that have a checkpoint to begin with.
-        late: all others, which enter with the holders' mean.
+        step: optimizer steps taken before it.
+        holders: nodes that load their own checkpoint.
+        late: all other nodes, which start with the holders' mean.
     """
 
     step: int
@@ -197,10 +196,10 @@ class Resumption:
     late: tuple[int, ...]
 
     def describe(self, held: Sequence[Collection[Held]]) -> str:
-        """What happens, in words.
+        """Describes who resumes and who enters, for the log.
 
         Args:
-            held: whole checkpoints of each node.
+            held: complete checkpoints of each node.
         """
         which = f"{plural('node', len(self.late))} {numbers(self.late)}"
         return (
@@ -212,15 +211,16 @@ class Resumption:
 
 
 def choose_step(held: Sequence[Collection[Held]]) -> Resumption | None:
-    """The newest step that a majority of nodes holds; if no step has one, the newest that any node holds.
+    """Chooses the newest checkpoint that a majority of nodes holds; if there is none, the newest of any node.
 
-    Checkpoints of one step are different ones where all had gone back after some were written.
+    Checkpoints of one step and different lives differ: after the first was written, all nodes resumed from an earlier
+    step.
 
     Args:
-        held: whole checkpoints of each node, in the order of the nodes.
+        held: complete checkpoints of each node, in the order of the nodes.
 
     Returns:
-        None if no node holds any.
+        None if no node holds any checkpoint.
     """
     num_holders = Counter(state for of_node in held for state in of_node)
     if not num_holders:
@@ -231,7 +231,7 @@ def choose_step(held: Sequence[Collection[Held]]) -> Resumption | None:
 
 
 def choose_own(held: Sequence[Collection[Held]]) -> Resumption | None:
-    """For a method whose nodes are not in step: each resumes from its newest; nodes without one at the largest step.
+    """Chooses each node's newest checkpoint, for methods without lockstep; nodes without one take the largest step.
 
     Args:
         held: see `choose_step`.
@@ -241,14 +241,14 @@ def choose_own(held: Sequence[Collection[Held]]) -> Resumption | None:
 
 
 def choose_common(held: Sequence[Collection[Held]], method: str) -> Resumption | None:
-    """The newest step that all nodes hold, for a method whose nodes cannot enter without their state.
+    """Chooses the newest checkpoint that all nodes hold, for a method whose nodes cannot enter without their state.
 
     Args:
         held: see `choose_step`.
-        method: its name.
+        method: the method's name.
 
     Raises:
-        CheckpointError: nodes hold checkpoints, but of no common step.
+        CheckpointError: nodes hold checkpoints, but none that all have.
     """
     if common := set.intersection(*(set(of_node) for of_node in held)):
         return _resumption(max(common)[0], [True] * len(held))
@@ -268,10 +268,10 @@ def take_mean(node: Neighbours, vectors: Sequence[torch.Tensor], resumption: Res
     Args:
         node: this node's end of the graph.
         vectors: of floats, of equal sizes on all nodes; overwritten on late nodes.
-        resumption: who gives and who takes.
+        resumption: which nodes hold a checkpoint, and which are late.
 
     Raises:
-        IslandLostError: no holder is left, or a node did not come in time.
+        IslandLostError: no holder is left, or a node did not answer within the timeout.
     """
     is_holder = node.node in resumption.holders
     means, _ = mean_of_holders(node, vectors, is_holder)
@@ -296,7 +296,7 @@ def _resumption(step: int, holds: Sequence[bool]) -> Resumption:
 
 
 def _listing(held: Sequence[Collection[Held]]) -> str:
-    """Steps by node; with the life where it tells checkpoints of one step apart."""
+    """Lists each node's steps, with the life where checkpoints of one step have different ones."""
     lives = Counter(step for step, _ in set().union(*held))
 
     def name(step: int, life: str) -> str:

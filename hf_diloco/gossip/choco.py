@@ -1,19 +1,19 @@
-"""Vectors between neighbours in fewer bytes: what travels is the code of a difference to a replica.
+"""Compressed averaging with neighbours: a node sends the encoded difference between its vector and a replica of it.
 
-    x̂_i ← x̂_i + Q(v_i - x̂_i)                    at node i and at all that receive from it
+    x̂_i ← x̂_i + Q(v_i - x̂_i)                    at node i and at all its receivers
     out_i = v_i + Σ_j w_ij (x̂_j - x̂_i)
 
-as in CHOCO-SGD (arXiv 1902.00340, with consensus step 1). Q codes and decodes. The code of a vector itself would
-leave noise that never vanishes; differences vanish where nodes come to rest, and the noise with them. The mean over
-all nodes stays where it is, up to rounding; nodes that agree, with equal replicas, stay where they are.
-Where vectors are averaged again and again, and the code leaves e of a difference, the next difference is
-(W - I) v + (2I - W) e: Q's relative error must be well below 1/3, the more so the nearer W's eigenvalues are to -1,
-and the nearer a method is to where it diverges.
+as in CHOCO-SGD (arXiv 1902.00340, with consensus step 1). Q encodes and decodes. If a node encoded the vector itself,
+the quantization noise would never vanish; differences vanish as the nodes converge, and their noise with them. The
+mean over all nodes does not change, up to rounding; nodes that agree, with equal replicas, keep their values.
+If vectors are averaged repeatedly, and the code loses e of a difference, the next difference is
+(W - I) v + (2I - W) e. So Q's relative error must be well below 1/3: the closer W's eigenvalues are to -1, and the
+closer a method is to divergence, the smaller.
 
-A node keeps d values a vector for itself and for each neighbour. Replicas are neither saved nor handed over: on an
-edge that is new the sender's replica travels instead of the code, and a node that has none yet takes its vector for
-it. All is new in the first exchange and after `rekey`, which so are exact: that is how a run that is resumed from a
-checkpoint goes on as the run that wrote it.
+For a vector of d values, a node keeps replicas of d values for itself and for each neighbour. Replicas are neither
+saved nor handed over: on a new edge the sender sends its whole replica instead of the code, and a node without a
+replica of itself copies its vector. All edges are new in the first exchange and in the first after `rekey`, so these
+exchanges are exact. That is why a run resumed from a checkpoint continues exactly as the run that wrote it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.workspace import Workspace
 
 PIECE_VALUES = 1 << 20
-"""Values in a piece: whole blocks of every codec, and of what arithmetic handles at a time."""
+"""Values in a piece: a multiple of every codec's block, and of the slices of `averages.blocks`."""
 
 MIN_CODED_VALUES = 256
-"""Shorter vectors travel as they are: they say something, as the wish to end does, and are no parameters."""
+"""Shorter vectors are not encoded: they are signals, such as a stop request, and not parameters."""
 
 
 def with_payload(neighbours: Neighbours, payload: str) -> Neighbours:
-    """`neighbours`, whose vectors travel in this format from now on.
+    """Sets the format in which the vectors of `neighbours` travel, and returns `neighbours`.
 
     Args:
         neighbours: one node's end of the graph.
-        payload: a codec's name; fp32: as they are.
+        payload: a codec's name; fp32 sends vectors unencoded.
 
     Raises:
-        ConfigError: the graph changes.
+        ConfigError: the graph changes over time.
     """
     codec = CODECS[payload]
     if not codec.is_exact:
@@ -55,7 +55,7 @@ def with_payload(neighbours: Neighbours, payload: str) -> Neighbours:
 
 
 def check_static(topology: Topology, payload: str) -> None:
-    """Raises `ConfigError` if the graph changes: whom a node meets seldom has no replica of it."""
+    """Raises `ConfigError` if the graph changes over time: neighbours that meet rarely have no current replicas."""
     if not topology.is_static:
         raise ConfigError(
             f"payload={payload} needs a graph that does not change, as neighbours keep replicas of each other; "
@@ -65,25 +65,25 @@ def check_static(topology: Topology, payload: str) -> None:
 
 
 class Differences:
-    """Equations and source above. For vectors of fp32, on a graph that does not change.
+    """Exchanges encoded differences to replicas, as in the equations above: fp32 vectors, on a static graph.
 
-    Bits do not depend on the transport. A neighbour that is lost leaves its weight to the node itself, and its replica
-    is dropped. All nodes must call `rekey` before the same exchanges.
+    Results are bit-identical over all transports. When a neighbour is lost, its weight goes to the node itself, and
+    its replica is dropped. All nodes must call `rekey` before the same exchanges.
 
     Args:
-        neighbours: how bytes travel.
+        neighbours: moves the bytes.
         codec: Q.
 
     Raises:
-        ConfigError: the graph changes.
+        ConfigError: the graph changes over time.
 
     Attributes:
-        replicas: of each vector.
-        weights: of the neighbours that are there, in this exchange.
-        receivers: those that are there.
-        new: of both, those over whose edge nothing has been exchanged since the key.
-        has_key: whether this node has a replica of itself; if not, the vector becomes it.
-        codes: memory for each slot, which lasts.
+        replicas: one `Replicas` for each vector.
+        weights: of the neighbours that are connected, in this exchange.
+        receivers: those that are connected.
+        new: peers of either kind with which nothing has been exchanged since the last `rekey`.
+        has_key: whether this node has a replica of itself; if not, the next exchange copies the vector.
+        codes: a buffer for each slot, reused in every exchange.
     """
 
     def __init__(self, neighbours: Neighbours, codec: Codec) -> None:
@@ -94,7 +94,7 @@ class Differences:
         self._receivers = self.graph.receivers(self.node)
         self.replicas: list[Replicas] = []
         self.has_key = False
-        self._lives: dict[int, str] = {}  # of the edges over which something has been exchanged since the key
+        self._lives: dict[int, str] = {}  # of the edges that have exchanged something since the last `rekey`
         self.weights: dict[int, float] = {}
         self.receivers: list[int] = []
         self.new: set[int] = set()
@@ -128,14 +128,14 @@ class Differences:
         self._lives.clear()
 
     def refuse_published(self) -> None:
-        """Raises `UnsupportedError`: nobody keeps a replica of what others may take at any time."""
+        """Raises `UnsupportedError`: published payloads have no replicas to which a difference could be taken."""
         raise UnsupportedError(
             f"payload={self.codec.name} is for nodes that meet, and not for those that take what others published: "
             "set payload to fp32"
         )
 
     def _weights_of(self, topology: Topology) -> dict[int, float]:
-        """Weights of the neighbours: the same in every exchange, as each keeps replicas of the others."""
+        """Returns the neighbours' weights. They must be the same in every exchange, as replicas belong to edges."""
         if not topology.is_static or topology.neighbours(self.node) != self._peers:
             raise UnsupportedError(
                 f"payload={self.codec.name} goes with one graph only, and not with pairs that are drawn: set payload "
@@ -145,7 +145,7 @@ class Differences:
         return {peer: weights[peer] for peer in self._peers}
 
     def _prepare(self, vectors: Vectors) -> None:
-        """Makes room for the replicas of these vectors, where it is not there."""
+        """Allocates the replicas of these vectors, unless there are replicas of these sizes."""
         sizes = [vector.numel() for vector in vectors]
         if sizes == [replicas.own.numel() for replicas in self.replicas]:
             return
@@ -159,7 +159,7 @@ class Differences:
         self.rekey()
 
     def _cut(self, own: torch.Tensor, out: torch.Tensor, replicas: Replicas) -> list[Piece]:
-        """The pieces of one vector."""
+        """Cuts one vector into pieces."""
         if own.numel() < MIN_CODED_VALUES:
             return [MixedPiece(self.weights, self.receivers, own, out)]
         for peer in self.weights:
@@ -171,18 +171,18 @@ class Differences:
 
 @dataclass
 class Replicas:
-    """Replicas of one vector: this node's, as the others know it, and each neighbour's; fp32, of its size."""
+    """Replicas of one vector: of this node's, as the others know it, and of each neighbour's; fp32, of its size."""
 
     own: torch.Tensor
     others: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def part(self, where: slice) -> Replicas:
-        """The replicas of some of the values."""
+        """Views of the replicas' values in a slice."""
         return Replicas(self.own[where], {peer: other[where] for peer, other in self.others.items()})
 
 
 class _Difference(Piece):
-    """A part of one vector: its difference to the replica in code, the replica itself where the edge is new."""
+    """A part of one vector: sends the encoded difference to the replica, or the replica itself over a new edge."""
 
     def __init__(self, coding: Differences, own: torch.Tensor, out: torch.Tensor, replicas: Replicas) -> None:
         size, whole = coding.codec.num_bytes(own.numel()), own.nbytes
@@ -222,7 +222,7 @@ class _Difference(Piece):
     def _follow(
         self, peer: int, received: torch.Tensor, where: slice, other: torch.Tensor, scratch: torch.Tensor
     ) -> None:
-        """Brings a neighbour's replica to where it has its own, to the last bit: by the same two operations."""
+        """Updates a neighbour's replica by the same two operations as the neighbour does, so that the bits agree."""
         codec = self._coding.codec
         if peer in self._coding.new:
             other.copy_(received.view(torch.float32)[where])
@@ -231,7 +231,7 @@ class _Difference(Piece):
             other.add_(scratch)
 
     def _code(self, slot: int) -> torch.Tensor:
-        """Room for the code, which no other piece in flight has."""
+        """A buffer for the code that no other piece in flight uses."""
         codes, device = self._coding.codes, self._own.device
         size = self._coding.codec.num_bytes(self._own.numel())
         known = codes.get(slot)

@@ -1,4 +1,4 @@
-"""Settings of decentralised training: the method, its graph, and where nodes meet."""
+"""Settings of decentralised training: the method, its graph, and the rendezvous of the nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _list_payloads(schema: dict[str, Any]) -> None:
 
 
 def _payloads() -> list[str]:
-    """The codecs of which a difference to a replica is learnt without error feedback."""
+    """Built-in codecs that nodes can use for differences to replicas: those that need no error feedback."""
     from hf_diloco.codecs import BUILT_IN, CODECS
 
     return [name for name in BUILT_IN if not CODECS[name].needs_feedback]
@@ -76,7 +76,7 @@ class SlowMoSettings(Block):
 
     @property
     def record(self) -> dict[str, Any]:
-        """For the record of a run: what it has in common with the outer loop of islands."""
+        """The settings that the record of a run shares with the outer loop of islands."""
         return {"outer_method": "slowmo", **self.model_dump(include={"sync_every", "outer_lr", "outer_momentum"})}
 
 
@@ -231,13 +231,13 @@ class GossipConfig(StrictModel):
 
     @property
     def method_settings(self) -> dict[str, Any]:
-        """What the optimizer is made with, besides learning rate and weight decay: what was set."""
+        """Arguments of the optimizer that were set, apart from learning rate and weight decay."""
         given = {"momentum": self.momentum, "nesterov": self.nesterov, "lars": self.lars or None}
         return {**{name: value for name, value in given.items() if value is not None}, **self.options}
 
     @property
     def encrypts_store(self) -> bool:
-        """Nodes leave nothing in an object store."""
+        """Always False: nodes write nothing to an object store."""
         return False
 
     @property
@@ -246,5 +246,5 @@ class GossipConfig(StrictModel):
         return self.join_timeout + (self.num_nodes + 4) * self.exchange_timeout  # see `MeshNeighbours`
 
     def bytes_per_second(self) -> float | None:
-        """What a node may send."""
+        """Returns the limit on what a node sends; None: no limit."""
         return None if self.rate_limit is None else self.rate_limit * 1e6 / 8

@@ -1,7 +1,8 @@
-"""One node's end of a graph: its vectors averaged with those of its neighbours.
+"""One node's end of a graph: averages its vectors with those of its neighbours.
 
-Transports differ in how bytes travel, not in what comes out. All use `mix_`: the same operations on every node, in
-the order of the nodes' numbers. So nodes that are threads of one process get the same bits as those in several.
+Transports differ in how they move bytes, not in the results. All use `mix_`: the same operations on every node, in
+the order of the nodes' numbers. So nodes that are threads of one process get the same bits as nodes in processes of
+their own.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Piece(ABC):
-    """A piece of what neighbours swap in an exchange; pieces have the same order at both ends of every edge.
+    """A piece of the data that neighbours swap in an exchange; both ends of an edge have the same order of pieces.
 
     Attributes:
-        bytes_to: what each receiver is sent, in the order of their numbers.
-        bytes_from: what each neighbour sends, in the order of their numbers; both ends know the same.
+        bytes_to: bytes sent to each receiver, in the order of their numbers.
+        bytes_from: bytes received from each neighbour, in the order of their numbers; both ends know the same numbers.
     """
 
     bytes_to: Mapping[int, int]
@@ -40,29 +41,29 @@ class Piece(ABC):
 
     @abstractmethod
     def give(self, slot: int) -> Mapping[int, torch.Tensor]:
-        """What each receiver is sent: uint8, 1-D, contiguous; stays as it is until `finish` has been called.
+        """Returns the data for each receiver: uint8, 1-D, contiguous; it must not change until `finish` is called.
 
         Args:
-            slot: tells this piece from all others that are in flight; from 0, below the number of pieces.
+            slot: differs from the slots of all other pieces in flight; from 0, below the number of pieces.
         """
 
     @abstractmethod
     def finish(self, received: Mapping[int, torch.Tensor]) -> None:
-        """Uses what has come. Pieces are finished in their order, each after it was given.
+        """Uses the received data. Pieces finish in their order, each after its `give`.
 
         Args:
-            received: uint8, from each neighbour that is not lost; left as it is.
+            received: uint8, from each neighbour that is not lost; must not be modified.
         """
 
 
 class MixedPiece(Piece):
-    """A piece of one vector as it is; what comes of it is what `mix_` gives.
+    """An unencoded piece of one vector, which `mix_` averages.
 
     Args:
-        weights: of those from whom it is received, in the order of their numbers.
-        receivers: to whom it is sent.
-        own: what this node gives.
-        out: where the sum goes.
+        weights: of the neighbours that send theirs, in the order of their numbers.
+        receivers: the nodes to which this node sends its own.
+        own: this node's values.
+        out: overwritten with the weighted sum.
     """
 
     def __init__(
@@ -83,19 +84,18 @@ class MixedPiece(Piece):
 
 
 class Neighbours(ABC):
-    """What a node sees of the others. All methods are collective over the nodes, and block.
+    """A node's interface to the others. Unless a method says otherwise, it is collective over the nodes, and blocks.
 
-    Vectors are 1-D, contiguous, fp32 or fp64, of equal length on all nodes. An error in an exchange leaves what was to
-    be written undefined, and ends the run of this node.
+    Vectors are 1-D, contiguous, fp32 or fp64, of equal length on all nodes. An error in an exchange leaves the outputs
+    undefined, and ends this node's run.
 
     Attributes:
         node: this node's number, from 0.
         num_nodes: n.
-        topology: who averages with whom, with which weights.
-        is_on_host: vectors must lie in host memory.
-        is_returning: the others go on without this node, which has been there before: call `enter` before the first
-            step.
-        coding: of what `mix` moves; None: vectors travel as they are.
+        topology: the graph, with its weights.
+        is_on_host: whether vectors must be in host memory.
+        is_returning: whether this node restarts while the others go on without it: call `enter` before the first step.
+        coding: compresses the vectors that `mix` moves; None: vectors travel unencoded.
     """
 
     coding: Differences | None = None
@@ -106,20 +106,20 @@ class Neighbours(ABC):
     topology: Topology
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        """Writes Σ_j w_ij(step) vector_j to `outs`; vectors of one step travel together.
+        """Writes Σ_j w_ij(step) vector_j to `outs`; all vectors of a step travel together.
 
         Args:
-            vectors: what this node gives; left as they are.
+            vectors: this node's vectors; not modified.
             outs: one for each vector, of its size; they must not overlap `vectors`.
-            step: from 0; which weights, on a graph that changes.
-            topology: whose weights, the same on all nodes; its edges are edges of `self.topology`, whose weights are
+            step: from 0; selects the weights, on a graph that changes.
+            topology: supplies the weights, the same on all nodes; its edges must be edges of `self.topology`, which is
                 the default.
 
         Returns:
-            What crossed the node's boundary.
+            This node's traffic.
 
         Raises:
-            IslandLostError: a node did not come in time.
+            IslandLostError: a node did not answer within the timeout.
         """
         topology = topology or self.topology
         if self.coding is not None:
@@ -130,63 +130,63 @@ class Neighbours(ABC):
         pieces: list[Piece] = []
         for own, out in zip(vectors, outs, strict=True):
             size = CHUNK_VALUES if self.is_on_host else max(1, own.numel())
-            # Whole blocks of `mix_`, so that nothing depends on how vectors are cut.
+            # Whole blocks of `mix_`, so that results do not depend on the cuts.
             cut = zip(own.split(size), out.split(size), strict=True)
             pieces += (MixedPiece(weights, receivers, *pair) for pair in cut)
         return self.swap(pieces)
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
-        """Moves bytes to receivers and from neighbours; `mix` is made of it.
+        """Sends pieces to receivers, and receives those of neighbours; `mix` is built on this method.
 
         Returns:
-            What crossed the node's boundary.
+            This node's traffic.
 
         Raises:
-            IslandLostError: a node did not come in time.
-            UnsupportedError: the transport has no such thing.
+            IslandLostError: a node did not answer within the timeout.
+            UnsupportedError: the transport does not support pieces.
         """
         raise UnsupportedError(f"{type(self).__name__} moves vectors as they are only: set payload to fp32")
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:  # noqa: B027 - most exchange in `mix` alone
-        """Says that `mix` comes next, with these arguments, so that the exchange may go on behind what is between.
+        """Announces a call of `mix` with these arguments, so that the exchange may run in the background until then.
 
-        Until then `vectors` stay as they are, and `outs` may be written to at any moment. What goes wrong is raised by
-        `mix`. Not collective: nodes that begin and nodes that do not go together.
+        Until that call `vectors` must not change, and `outs` may be written at any moment. `mix` raises any error.
+        Not collective: it does not matter which nodes call it.
         """
 
     def settle(self) -> None:  # noqa: B027 - as `begin`
-        """Returns when nothing is under way that `begin` has started; `vectors` may change from then on.
+        """Waits until the exchange that `begin` started is complete; `vectors` may change from then on.
 
-        What came of it is kept for `mix`.
+        The outcome is kept for `mix`.
         """
 
     def check_average(self, vector: torch.Tensor) -> None:  # noqa: B027 - most can average all vectors
-        """Raises `UnsupportedError` if nodes cannot average vectors of this kind; asked before the first step."""
+        """Raises `UnsupportedError` if nodes cannot average vectors of this kind; called before the first step."""
 
     @abstractmethod
     def average(self, vector: torch.Tensor) -> Traffic:
-        """Replaces `vector` by the mean over all nodes, which has the same bits on each.
+        """Replaces `vector` by the mean over all nodes, bit-identical on each.
 
         Returns:
-            What crossed the node's boundary.
+            This node's traffic.
 
         Raises:
-            IslandLostError: a node did not come in time.
+            IslandLostError: a node did not answer within the timeout.
         """
 
     @property
     def averaged_over(self) -> tuple[int, ...]:
-        """The nodes in the last `average`, in order."""
+        """The nodes that took part in the last `average`, in order."""
         return tuple(range(self.num_nodes))
 
     def published(self) -> Published:
-        """Where this node leaves its model for the others to take, and takes theirs, without anybody waiting.
+        """Returns the object through which this node publishes its model, and reads the others', without waiting.
 
-        Collective over the nodes, as connections may have to be made; then nothing more is. Call it once. A node that
-        `is_returning` connects to the neighbours that are there.
+        This call is collective over the nodes, as it may open connections; the object's methods are not. Call it once.
+        A node that `is_returning` connects to the neighbours that are running.
 
         Raises:
-            UnsupportedError: the transport has no such thing.
+            UnsupportedError: the transport does not support publishing.
         """
         raise UnsupportedError(
             f"{type(self).__name__} lets nodes take nothing from each other unasked; choose a method in which "
@@ -195,22 +195,22 @@ class Neighbours(ABC):
 
     @abstractmethod
     def share(self, topic: str, record: Record) -> list[Record]:
-        """Shows all nodes a small record.
+        """Shares a small record with all nodes.
 
         Args:
-            topic: what it is about; the n-th call with a topic goes with the others' n-th.
+            topic: the record's subject; the n-th call with a topic is matched with the others' n-th.
             record: anything that JSON holds.
 
         Returns:
             The records of all nodes, in their order.
 
         Raises:
-            PayloadError: a record is longer than `MAX_RECORD_BYTES`, or what another node shows is none.
-            IslandLostError: a node did not come in time.
+            PayloadError: a record is longer than `MAX_RECORD_BYTES`, or another node's record is invalid.
+            IslandLostError: a node did not answer within the timeout.
         """
 
     def offer(self, x: torch.Tensor, step: int) -> None:  # noqa: B027 - most transports have nobody come back
-        """Lets a node that has come back begin where this one is: called at the beginning of every step.
+        """Lets a restarted neighbour enter with this node's parameters. Called at the beginning of every step.
 
         Args:
             x: this node's parameters, flat.
@@ -218,54 +218,54 @@ class Neighbours(ABC):
         """
 
     def enter(self, x: torch.Tensor) -> int:
-        """Begins where the neighbours are, on a node that `is_returning`.
+        """Takes the neighbours' mean and step, on a node that `is_returning`.
 
         Args:
-            x: the parameters, flat, of the type that all nodes have; overwritten with the neighbours' mean.
+            x: the parameters, flat, of the same dtype on all nodes; overwritten with the neighbours' mean.
 
         Returns:
-            The step that this node is to take next.
+            The step that this node takes next.
 
         Raises:
-            IslandLostError: no neighbour is there.
+            IslandLostError: no neighbour is running.
         """
         raise UnsupportedError(f"no node returns to {type(self).__name__}: start all nodes again")
 
     def recall(self, topic: str) -> list[Record]:
-        """What other nodes showed in their last `share` of a topic, in their order, without waiting for any.
+        """Returns the records of other nodes' last `share` of a topic, in their order, without waiting.
 
-        This node's next `share` then goes with their next.
+        This node's next `share` is then matched with their next.
         """
         return []
 
     def life(self, peer: int) -> str | None:
-        """Tells the connection to a neighbour from earlier and later ones, at both its ends; None: it is lost."""
+        """Identifies the current connection to a neighbour; the same at both ends. None: the neighbour is lost."""
         return ""
 
     def rekey(self) -> None:
-        """Has the next exchange depend on nothing that was exchanged before: called on all nodes at the same step."""
+        """Makes the next exchange independent of all earlier ones; called on all nodes at the same step."""
         if self.coding is not None:
             self.coding.rekey()
 
     def take_news(self) -> list[str]:
-        """What happened to neighbours since the last call, a line each."""
+        """Returns what happened to neighbours since the last call, one line for each event."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the others at once, so that none waits for this node; may be called more than once."""
+        """Disconnects at once, so that no node waits for this one; may be called more than once."""
 
 
 _workspace = Workspace()
 
 
 class MemoryGraph:
-    """The shared ground of nodes that are threads of one process; `node(i)` gives each its end."""
+    """Connects nodes that are threads of one process; `node(i)` returns each node's end."""
 
     def __init__(self, topology: Topology, timeout: float = 60.0) -> None:
         """
         Args:
-            topology: who averages with whom.
+            topology: the graph.
             timeout: seconds that a node waits for the others.
         """
         self.topology = topology
@@ -283,7 +283,7 @@ class MemoryGraph:
 
 
 class MemoryNeighbours(Neighbours):
-    """One thread's end. Nothing is sent, nor copied: nodes read each other's vectors; bytes count as if sent."""
+    """One thread's end. Nodes read each other's vectors without copying or sending them; bytes count as if sent."""
 
     def __init__(self, graph: MemoryGraph, node: int) -> None:
         self._graph = graph
@@ -322,6 +322,6 @@ class MemoryNeighbours(Neighbours):
 
     @contextmanager
     def _shown(self, given: Any) -> Iterator[list[Any]]:
-        """What all nodes show, this one `given`; once all have read, vectors may change."""
+        """Yields the values that all nodes give, `given` of this one. On exit waits until all nodes have read them."""
         yield self._graph.swaps.swap(self.node, given)
         self._graph.swaps.swap(self.node, None)

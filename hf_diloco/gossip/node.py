@@ -1,4 +1,4 @@
-"""A node of the graph as its ranks see it: the leader talks to the neighbours, and all get what it got."""
+"""A node of the graph as its ranks see it: the leader exchanges with the neighbours, and all ranks get its results."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 class CommonEnd:
-    """When nodes end that were asked to: all after the same step, so that their checkpoints belong together.
+    """Stops all nodes after the same step once one is asked to stop, so that their checkpoints belong together.
 
-    Nodes that wait for their neighbours are never farther apart than the graph's diameter, but each hears of a wish at
-    another step. So with each exchange goes one value, which is 0 until somebody wishes to end. It is raised only in
-    the first exchange of a window, which has as many as there are nodes, or more on some graphs that change; averaging
-    carries it to all nodes within the window; and all end with it.
+    Nodes that wait for their neighbours are never farther apart than the graph's diameter, but each learns of a stop
+    request at a different step. So each exchange carries one value, which is 0 until a node wishes to end. A node
+    raises it only in the first exchange of a window. A window has as many exchanges as there are nodes, or more on
+    some graphs that change; within it, averaging carries the value to all nodes, and all stop at its end.
 
     Args:
-        topology: over which the wish spreads.
+        topology: the graph over which the request spreads.
         steps_each: optimizer steps from one exchange to the next.
     """
 
@@ -48,33 +48,33 @@ class CommonEnd:
         self._is_known = False
 
     def wish(self) -> None:
-        """This node was asked to end."""
+        """Records that this node was asked to stop."""
         self._is_wished = True
 
     def value(self, number: int) -> float:
-        """What goes with an exchange, from 0: 1 if the end is near, else 0."""
+        """Returns the value that exchange `number`, from 0, carries: 1 if nodes stop at the window's end, else 0."""
         if self._is_wished and number % self.window == 0:
             self._is_known = True
         return float(self._is_known)
 
     def note(self, mixed: torch.Tensor) -> None:
-        """What came out where nodes' values were averaged: any of them raises it above 0."""
+        """Reads the average of the nodes' values: above 0 if any of them was 1."""
         self._is_known |= bool(mixed.item() > 0)
 
     def has_come(self, num_steps: int) -> bool:
-        """Whether all nodes end now, having taken so many steps."""
+        """Whether all nodes stop now, after `num_steps` steps."""
         return self._is_known and num_steps % (self.window * self._steps_each) == 0
 
 
 @dataclass(frozen=True)
 class _Mix:
-    """One `mix`, with the wish to end.
+    """The arguments of one `mix`, with the value of the stop request.
 
     Attributes:
-        step: as its caller gave it.
-        outs: likewise, and what comes of the wish.
-        given: vectors and wish where the leader's neighbours read them: copies in host memory, if need be.
-        taken: where they write: `outs`, or likewise.
+        step: the caller's.
+        outs: the caller's, and the output for the stop request.
+        given: vectors and stop request as the leader's neighbours read them; copies in host memory if needed.
+        taken: outputs to which the leader's neighbours write: `outs`, or buffers in host memory if needed.
     """
 
     step: int
@@ -86,26 +86,27 @@ class _Mix:
 class NodeNeighbours(Neighbours):
     """The neighbours of a node that may have several ranks, with equal parameters, on any device.
 
-    Counts what was exchanged and how long it took, and carries the wish to end (see `CommonEnd`) with every exchange.
+    Measures traffic and time of exchanges, and sends the stop request (see `CommonEnd`) with every exchange.
 
-    What `begin` starts goes on in a thread while the node computes: vectors of a device are copied to the host before.
-    All other calls wait until nothing is under way, but `close`, which ends it. Where nodes are threads of one process
-    nothing begins before `mix`, nor does it on a node that is alone.
+    The exchange that `begin` starts runs in a thread while the node computes; vectors on a device are copied to the
+    host first. All other calls wait until nothing is in flight, except `close`, which ends an exchange in flight. If
+    nodes are threads of one process, or a node is alone, `begin` is a no-op, and `mix` does all the work.
 
     Args:
         inner: the leader's neighbours; None on the other ranks.
         topology: the graph.
         node: this node's number.
         island: the ranks of this node.
-        turns: of nodes that are threads of one process, one of which computes at a time; None: it has its own.
-        members: the leader's, if it gives signs of life.
+        turns: shared by nodes that are threads of one process, so that one computes at a time; None: a process of
+            its own.
+        members: the leader's, if it sends heartbeats.
 
     Attributes:
-        end: when this node ends, if it was asked to.
-        standing: what this node's signs of life say; its `steps` are set by who counts them.
-        seconds: that the node stood still for exchanges so far.
-        seconds_hidden: that exchanges took behind the node's computation so far; on the leader.
-        total: what they moved so far, on this rank.
+        end: decides after which step this node stops, once one is asked to stop.
+        standing: the contents of this node's heartbeats; whoever counts steps sets `steps`.
+        seconds: seconds that this node has waited for exchanges so far.
+        seconds_hidden: seconds that exchanges ran in the background of the node's computation so far; on the leader.
+        total: traffic of all exchanges so far, on this rank.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class NodeNeighbours(Neighbours):
         self.standing.num_ranks = island.size
 
     def stand(self, phase: Phase) -> None:
-        """What this node's signs of life say from now on."""
+        """Sets the phase that this node's heartbeats report from now on."""
         if self._members:
             self._members.stand(phase)
 
@@ -193,7 +194,7 @@ class NodeNeighbours(Neighbours):
         return super().averaged_over if self._leaders is None else self._leaders.averaged_over
 
     def spread_wish(self, like: torch.Tensor) -> None:
-        """Carries the wish to end where a method averages over all nodes, and not with its neighbours."""
+        """Spreads the stop request, for a method that averages over all nodes and not with neighbours."""
         wish, _ = self._wish(like, self.standing.steps)
         self.average(wish)
         self.end.note(wish)
@@ -221,7 +222,7 @@ class NodeNeighbours(Neighbours):
             self._inner.offer(x, step)
 
     def enter(self, x: torch.Tensor) -> int:
-        """As `Neighbours.enter`. Collective over the ranks of the node."""
+        """Like `Neighbours.enter`. Collective over the ranks of the node."""
         step = self._on_leader(lambda inner: inner.enter(x))
         if self._island.size > 1:
             dist.broadcast(x, 0)
@@ -233,23 +234,23 @@ class NodeNeighbours(Neighbours):
             self._inner.rekey()
 
     def take_news(self) -> list[str]:
-        """What happened to neighbours since the last call, a line each; on the leader."""
+        """Returns what happened to neighbours since the last call, one line for each event; on the leader."""
         return self._inner.take_news() if self._inner is not None else []
 
     def close(self) -> None:
         if self._leaders is not None:
-            self._leaders.close()  # which ends what is under way
+            self._leaders.close()  # which ends an exchange in flight
         self._ahead.close()
         self._begun = None
 
     @property
     def _inner(self) -> Neighbours | None:
-        """The leader's neighbours, when nothing is under way."""
+        """The leader's neighbours; waits until nothing is in flight."""
         self._ahead.settle()
         return self._leaders
 
     def _on_leader(self, call: Callable[[Neighbours], T]) -> T:
-        """What the leader's neighbours say, on all ranks. Other nodes of this process compute meanwhile."""
+        """Calls the leader's neighbours; returns the result on all ranks. Other nodes of this process may compute."""
 
         def run() -> T:
             assert self._inner is not None
@@ -259,12 +260,12 @@ class NodeNeighbours(Neighbours):
         return self._island.on_leader(run)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Other nodes of this process compute inside."""
+        """A context inside which other nodes of this process may compute."""
         return self._turns.others() if self._turns is not None else nullcontext()
 
     @contextmanager
     def _clock(self) -> Iterator[None]:
-        """Counts the seconds inside."""
+        """Adds the time spent inside to `seconds`."""
         begin = time.monotonic()
         yield
         self.seconds += time.monotonic() - begin
@@ -283,7 +284,7 @@ class NodeNeighbours(Neighbours):
         return traffic
 
     def _prepare(self, vectors: Vectors, outs: Vectors, step: int) -> _Mix:
-        """Adds the wish, and takes to the host what must be there."""
+        """Adds the stop request, and copies vectors to the host if the leader's neighbours need them there."""
         wish, mixed = self._wish(vectors[0], step)
         given, taken = [*vectors, wish], [*outs, mixed]
         if self._leaders is None or not self._leaders.is_on_host:
@@ -291,18 +292,18 @@ class NodeNeighbours(Neighbours):
         return _Mix(step, taken, self._on_host("given", given), self._room_on_host("taken", taken))
 
     def _wish(self, like: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One value to give, and room for what comes of it."""
+        """Returns the value of the stop request to send, and a buffer for its average."""
         wish, mixed = (self._buffers.take(name, 1, like.dtype, like.device) for name in ("wish", "mixed"))
         return wish.fill_(self.end.value(step)), mixed
 
     def _on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:
-        """The vectors, or copies in host memory."""
+        """Returns each vector if it is in host memory, or a copy there."""
         hosts = self._room_on_host(name, vectors)
         copy_all([(host, vector) for host, vector in zip(hosts, vectors, strict=True) if host is not vector])
         return hosts
 
     def _room_on_host(self, name: str, vectors: Vectors) -> list[torch.Tensor]:
-        """The vectors, or buffers of their sizes in host memory."""
+        """Returns each vector if it is in host memory, or a buffer of its size there."""
         cpu = torch.device("cpu")
         return [
             vector

@@ -1,4 +1,4 @@
-"""How a node meets the others of its graph."""
+"""Connects a node with the other nodes of its graph."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from hf_diloco.transport.base import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
 SILENT_SECONDS = 30.0
-"""What the store may take to answer before it counts as gone. It does within a round trip, but a process may stand
-still for seconds; one that ended is noticed at once."""
+"""Seconds without an answer after which the store counts as lost. It answers within a round trip, but its process may
+stall for seconds; if the process ends, nodes notice at once."""
 
 
 _last: dict[tuple[str | None, int], tuple[int, ExitStack]] = {}
-"""By rendezvous and node: which thread has met the others last, and what ends that."""
+"""By rendezvous and node: the thread that connected last, and the stack that closes its connections."""
 
 
 def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> NodeNeighbours:
-    """Meets the other nodes. Collective over the ranks of the node.
+    """Connects to the other nodes. Collective over the ranks of the node.
 
     Args:
         config: the settings.
-        topology: the graph that they name.
+        topology: the graph named in the settings.
         island: the ranks of this node.
 
     Raises:
-        ConfigError: there are several nodes, and this one was given no number.
+        ConfigError: there are several nodes, and this one has no number.
         RendezvousError: the rendezvous cannot be opened or reached.
-        IslandLostError: neighbours did not come in time.
+        IslandLostError: neighbours did not connect within the timeout.
     """
     need_number(config, config.num_nodes, "node")
     inner: Neighbours | None = None
@@ -65,7 +65,7 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
 
 
 def _leave_last(config: GossipConfig, ending: ExitStack) -> None:
-    """Leaves the others, if this thread has met them as the same node: a training has ended in an error since."""
+    """Closes the connections of this thread's last training as the same node: it may have ended in an error."""
     place, thread = (config.rendezvous, config.node), threading.get_ident()
     last_thread, last = _last.get(place, (None, None))
     if last is not None and last_thread == thread:

@@ -1,7 +1,7 @@
-"""What a node leaves for the others to take: its last published payload, without anybody waiting for anybody.
+"""Published payloads: each node publishes a copy of its model, which the others read without waiting for it.
 
-One-sided averaging (SwarmSGD, arXiv 1910.12308) takes a partner's model as it lies there, whatever the partner does
-meanwhile. So each node keeps a copy of what it published last. Threads of one process read it from memory; see
+One-sided averaging (SwarmSGD, arXiv 1910.12308) reads a partner's model while the partner goes on training. So each
+node keeps a copy of the payload that it published last. Threads of one process read it from memory; see
 `mesh.published` for processes.
 """
 
@@ -23,16 +23,16 @@ from hf_diloco.transport.base import Traffic
 
 @dataclass
 class _Version:
-    """A payload that was published once, and how many read it."""
+    """One published payload, and the number of its current readers."""
 
     payload: torch.Tensor
     num_readers: int = 0
 
 
 class VersionedBuffer:
-    """A node's last payload, which one thread replaces while others read it, none of whom waits for another.
+    """A node's last payload. One thread replaces it while others read it, without waiting for each other.
 
-    Readers keep the version that they began with; used memory is used again.
+    Readers keep the version with which they began. The buffer of a version without readers is reused.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class VersionedBuffer:
         self._num_bytes_read = 0
 
     def put(self, payload: torch.Tensor) -> None:
-        """Copies the payload, and shows it in place of the last one. Waits for no reader."""
+        """Replaces the last payload by a copy of this one. Waits for no reader."""
         with self._lock:
             buffer, self._spare = self._spare, None
         if buffer is None or buffer.numel() != payload.numel():
@@ -55,7 +55,7 @@ class VersionedBuffer:
 
     @contextmanager
     def newest(self) -> Iterator[torch.Tensor | None]:
-        """The last payload, which stays as it is inside; None if there is none."""
+        """Yields the last payload, which does not change inside the context; None if there is none."""
         with self._lock:
             version = self._newest
             if version is not None:
@@ -70,19 +70,19 @@ class VersionedBuffer:
                         self._spare = version.payload
 
     def count(self, num_bytes: int) -> None:
-        """Notes that another node has taken so many bytes."""
+        """Adds the bytes that another node has read."""
         with self._lock:
             self._num_bytes_read += num_bytes
 
     def take_count(self) -> int:
-        """Bytes that others have taken since the last call."""
+        """Returns the bytes that other nodes have read since the last call."""
         with self._lock:
             num_bytes, self._num_bytes_read = self._num_bytes_read, 0
         return num_bytes
 
 
 class Published(ABC):
-    """One node's end: it shows a payload to all, and takes those of others. Payloads are of one length on all nodes.
+    """One node's end: publishes its payload, and reads those of others. Payloads have the same length on all nodes.
 
     `publish` and `pull` belong to the thread that trains.
 
@@ -99,7 +99,7 @@ class Published(ABC):
         self._is_on_cuda = False
 
     def publish(self, payload: torch.Tensor) -> None:
-        """Shows a payload in place of the last one; returns at once.
+        """Replaces the last payload by this one; returns at once.
 
         Args:
             payload: uint8, 1-D, contiguous; copied to host memory.
@@ -109,35 +109,35 @@ class Published(ABC):
 
     @abstractmethod
     def pull(self, node: int) -> tuple[torch.Tensor | None, Traffic]:
-        """What another node published last. Waits for the wire alone, never for that node's training.
+        """Reads another node's last payload. Waits for the network only, never for that node's training.
 
         Returns:
-            uint8, 1-D, on the host, valid until the next call; or None: the node has not published yet, or is lost.
-            And what crossed this node's boundary since the last call, what others took from here included.
+            uint8, 1-D, on the host, valid until the next call; None if the node has not published yet, or is lost.
+            And this node's traffic since the last call, including the bytes that others read from it.
 
         Raises:
-            ConfigError: this node has not published yet, so that it is unknown how much may come; or no such node.
-            PayloadError: the payload is of another length than this node's own.
+            ConfigError: there is no such node; or this node has not published yet, so the expected length is unknown.
+            PayloadError: the payload differs in length from this node's own.
         """
 
     def own(self) -> torch.Tensor | None:
-        """A copy of what this node published last; None if nothing."""
+        """A copy of this node's last payload; None if it has not published yet."""
         with self._versioned.newest() as payload:
             return None if payload is None else payload.clone()
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the others, who then find this node lost; may be called more than once."""
+        """Disconnects from the others, to which this node is then lost; may be called more than once."""
 
     def _length(self) -> int:
-        """Bytes of this node's own payload, and so of all others'."""
+        """Bytes of this node's payload, which all other payloads must have too."""
         with self._versioned.newest() as own:
             if own is None:
                 raise ConfigError(f"node {self.node} takes from others before it has published; publish first")
             return own.numel()
 
     def _buffer(self, num_bytes: int, node: int) -> torch.Tensor:
-        """Where a payload of the length that a node announced is put; checked before memory is taken for it."""
+        """Returns a buffer for a payload whose length a node announced; checks the length before it allocates."""
         expected = self._length()
         if num_bytes != expected:
             raise PayloadError(
@@ -155,10 +155,10 @@ def _make_buffer(num_bytes: int, is_for_cuda: bool) -> torch.Tensor:
 
 
 class MemoryPublished(Published):
-    """The end of a node that is a thread, or that one thread steps in turn with the others; bytes count as if sent.
+    """The end of a node in the process of all others: each a thread, or all stepped in turn; bytes count as if sent.
 
     Args:
-        all_versioned: of all nodes, in their order.
+        all_versioned: buffers of all nodes, in their order.
         node: this node's number.
     """
 
@@ -168,7 +168,7 @@ class MemoryPublished(Published):
 
     def publish(self, payload: torch.Tensor) -> None:
         super().publish(payload)
-        time.sleep(0)  # lets other threads run: one that never waits could end before they begin
+        time.sleep(0)  # lets other threads run: a node that never waits could finish before they begin
 
     def pull(self, node: int) -> tuple[torch.Tensor | None, Traffic]:
         if not 0 <= node < len(self._all_versioned) or node == self.node:

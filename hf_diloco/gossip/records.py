@@ -1,4 +1,4 @@
-"""Small records that nodes show each other: JSON objects of limited size, which are checked before they are used."""
+"""Small records that nodes share with each other: JSON objects of limited size, checked before use."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from hf_diloco.errors import PayloadError
 
 Record = dict[str, Any]
-"""Anything that JSON holds, by names."""
+"""A JSON object: values that JSON can hold, by name."""
 
 MAX_RECORD_BYTES = 64 << 10
 
 
 def pack_record(topic: str, record: Record) -> bytes:
-    """The record as JSON.
+    """Encodes a record as JSON.
 
     Args:
-        topic: what it is about, for messages.
+        topic: the record's subject, for messages.
         record: see `Record`.
 
     Raises:
-        PayloadError: it is no JSON, or too long.
+        PayloadError: the record cannot be written as JSON, or is too long.
     """
     try:
         packed = json.dumps(record).encode()
@@ -38,10 +38,10 @@ def pack_record(topic: str, record: Record) -> bytes:
 
 
 def unpack_record(topic: str, node: int, packed: bytes) -> Record:
-    """The record that a node shows.
+    """Decodes another node's record.
 
     Raises:
-        PayloadError: it is not what `pack_record` makes.
+        PayloadError: the bytes are not a record of `pack_record`.
     """
     problem = f"it has {len(packed):,} bytes, more than {MAX_RECORD_BYTES:,}"
     if len(packed) <= MAX_RECORD_BYTES:
@@ -50,7 +50,7 @@ def unpack_record(topic: str, node: int, packed: bytes) -> Record:
             if isinstance(record, dict):
                 return record
             problem = f"it is a {type(record).__name__}"
-        except (ValueError, RecursionError) as error:  # ValueError: no UTF-8 either
+        except (ValueError, RecursionError) as error:  # ValueError: also for invalid UTF-8
             problem = f"it is no JSON: {error}"
     raise PayloadError(
         f"what node {node} shows as {topic!r} is no record ({problem}): it runs another version, or something else "
@@ -59,10 +59,10 @@ def unpack_record(topic: str, node: int, packed: bytes) -> Record:
 
 
 def whole_number(record: Record, name: str, node: int) -> int:
-    """What a node's record gives under `name`.
+    """Returns the integer under `name` in a node's record.
 
     Raises:
-        PayloadError: it is no whole number.
+        PayloadError: there is none.
     """
     value = record.get(name)
     if isinstance(value, int):

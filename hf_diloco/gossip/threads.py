@@ -1,8 +1,8 @@
-"""The threads of a process that trains: nodes that take turns in it, and the exchange behind a node's computation.
+"""Threads of a training process: nodes that compute in turn, and exchanges in the background of a node's computation.
 
-Random generators and Accelerate's record of gradient accumulation belong to the process. They are put away when a node
-waits for others, and brought back when it goes on. So a node in a thread draws the same numbers as one in a process of
-its own, whatever the order of the turns.
+Random generators and Accelerate's record of gradient accumulation belong to the process. `Turns` saves them when a
+node waits for others, and restores them when it continues. So a node in a thread draws the same numbers as one in a
+process of its own, whatever the order of the turns.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hf_diloco.transport.base import Traffic
 THREAD_NAME = "hf-diloco-ahead"
 
 _Outcome = tuple[Traffic, float, float]
-"""What an exchange moved, and when it began and ended."""
+"""An exchange's traffic, and the times at which it began and ended."""
 
 _Request = tuple[Future[_Outcome], Callable[[], Traffic]]
 
 
 @dataclass(frozen=True)
 class _Globals:
-    """What a node finds changed when others had their turns."""
+    """State of the process that other nodes change during their turns."""
 
     python: Any
     numpy: Any
@@ -61,8 +61,8 @@ class _Globals:
 
 
 class _Queue:
-    """A lock that whoever has waited longest gets next. `threading.Lock` goes to who asks at the right moment: a node
-    that never waits for others would keep it for hundreds of steps."""
+    """A fair lock: the thread that has waited longest gets it next. `threading.Lock` is not fair: a node that never
+    waits for others would keep it for hundreds of steps."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -81,20 +81,20 @@ class _Queue:
     def release(self) -> None:
         with self._mutex:
             if self._waiting:
-                self._waiting.popleft().set()  # it stays taken
+                self._waiting.popleft().set()  # the lock stays taken: it passes to that thread
             else:
                 self._is_taken = False
 
 
 class Turns:
-    """One node computes at a time: in turn, where all would."""
+    """Lets one node compute at a time; nodes that want to compute take turns."""
 
     def __init__(self) -> None:
         self._queue = _Queue()
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """The whole of a node's run; leaves the process's state as it was."""
+        """Encloses a node's whole run; afterwards restores the process's state."""
         self._queue.acquire()
         before = _Globals.take()
         GradientState._shared_state.clear()
@@ -106,7 +106,7 @@ class Turns:
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """While this node waits. Called within `mine`."""
+        """Lets other nodes compute while this one waits. Called within `mine`."""
         own = _Globals.take()
         self._queue.release()
         try:
@@ -117,20 +117,20 @@ class Turns:
 
 
 class Ahead:
-    """A thread that carries out one exchange at a time, behind a step's computation, which asks for what came of it.
+    """A thread that runs one exchange at a time in the background of a step's computation.
 
-    The thread begins with the first exchange. It does not keep the process alive.
+    The thread starts with the first exchange. It is a daemon, so it does not keep the process alive.
     """
 
     def __init__(self) -> None:
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
-        self._outcome: Future[_Outcome] | None = None  # of the exchange that is under way, or is not taken yet
-        self._asked = math.inf  # when somebody first waited for it
+        self._outcome: Future[_Outcome] | None = None  # of the exchange that is in flight, or was not taken yet
+        self._asked = math.inf  # when the node first waited for it
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._requests.put, None)  # for who forgets to close
+        weakref.finalize(self, self._requests.put, None)  # ends the thread if `close` is never called
 
     def start(self, call: Callable[[], Traffic]) -> None:
-        """Has `call` carried out; `take` comes before the next start."""
+        """Starts `call` in the thread; `take` must be called before the next start."""
         assert self._outcome is None, "an exchange is under way"
         if self._thread is None:
             self._thread = _start_thread(self._requests)
@@ -138,16 +138,16 @@ class Ahead:
         self._requests.put((self._outcome, call))
 
     def settle(self) -> None:
-        """Returns when nothing is under way; raises nothing. What came of it stays to be taken."""
+        """Waits until nothing is in flight; raises nothing. The outcome is kept for `take`."""
         if self._outcome is not None:
             self._asked = min(self._asked, time.monotonic())
             self._outcome.exception()
 
     def take(self) -> tuple[Traffic, float]:
-        """Waits for the exchange that was started; returns what it moved, and its seconds before anybody waited.
+        """Waits for the exchange; returns its traffic, and the seconds it ran before the node began to wait for it.
 
         Raises:
-            Exception: what the call has raised.
+            Exception: whatever the call raised.
         """
         assert self._outcome is not None, "no exchange has begun"
         self.settle()
@@ -156,7 +156,7 @@ class Ahead:
         return traffic, max(0.0, min(ended, self._asked) - begun)
 
     def close(self) -> None:
-        """Returns when the thread has ended, and forgets what is not taken. Call what ends its exchange before."""
+        """Waits until the thread has ended; drops an outcome that was not taken. End an exchange in flight before."""
         self._outcome = None
         if self._thread is not None:
             self._requests.put(None)
@@ -165,10 +165,10 @@ class Ahead:
 
 
 def _start_thread(requests: SimpleQueue[_Request | None]) -> threading.Thread:
-    """The thread computes on one core, and leaves the others to the step.
+    """Starts a thread that computes on one core, and leaves the other cores to the step.
 
-    Two threads that both use all cores slow each other down. The number belongs to a thread, but who sets it also
-    sets that of threads to come; so this thread sets its own again.
+    Two threads that both use all cores slow each other down. PyTorch keeps the number of cores per thread, but setting
+    it in one thread also changes the default of later threads; so the calling thread sets its own number again.
     """
     is_ready = threading.Event()
     thread = threading.Thread(target=_carry_out, args=(requests, is_ready), name=THREAD_NAME, daemon=True)
@@ -179,12 +179,12 @@ def _start_thread(requests: SimpleQueue[_Request | None]) -> threading.Thread:
 
 
 def _carry_out(requests: SimpleQueue[_Request | None], is_ready: threading.Event) -> None:
-    torch.get_num_threads()  # a thread's first use of the number sets it to that of the process
+    torch.get_num_threads()  # a thread's first use of the number resets it to that of the process
     torch.set_num_threads(1)
     is_ready.set()
     while (request := requests.get()) is not None:
         _exchange(*request)
-        del request  # or its vectors would stay until the next
+        del request  # or its vectors would stay in memory until the next request
 
 
 def _exchange(outcome: Future[_Outcome], call: Callable[[], Traffic]) -> None:

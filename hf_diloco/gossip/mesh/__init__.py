@@ -1,8 +1,8 @@
-"""Nodes as processes of their own: one pair of sockets per edge of the graph, and a store for small records.
+"""Nodes in processes of their own: one pair of sockets per edge of the graph, and a store for small records.
 
-If a node is lost, its neighbours leave it out of their sums, keep its weight themselves, and go on. An average over
-all nodes is then over those that are left. Started again, the node begins with the mean of its neighbours. Two nodes
-that go on and have lost only each other connect again.
+If a node is lost, its neighbours leave it out of their sums, add its weight to their own, and go on. An average over
+all nodes is then over the remaining ones. When the node is restarted, it begins with the mean of its neighbours. Two
+running nodes that have lost only each other reconnect.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from hf_diloco.utils.waiting import WaitNotes
 class MeshNeighbours(Neighbours):
     """One process's end of the graph.
 
-    A neighbour whose connection breaks, or that does not come within `exchange_timeout`, is lost: `mix` leaves it out
-    from then on and raises nothing, unless none is left. `close` may be called while another thread is in `mix`.
+    A neighbour whose connection breaks, or that is later than `exchange_timeout`, is lost: from then on `mix` leaves
+    it out, and raises an error only if no neighbour is left. `close` may be called while another thread is in `mix`.
 
-    Once `published` was called nodes are not in step, and who finds no neighbour goes on alone; who was lost by all of
-    them, though it is there, is told by `offer` or `average` with an `IslandLostError`.
+    After a call of `published`, nodes are not in lockstep, and a node without neighbours goes on alone. If all
+    neighbours have lost a node that still runs, its `offer` or `average` raises an `IslandLostError`.
 
     Args:
-        store: where nodes find each other, kept by node 0; see `store.tcp_store.meet`.
-        topology: who averages with whom; the same on all nodes.
+        store: the rendezvous, hosted by node 0; see `store.tcp_store.meet`.
+        topology: the graph; the same on all nodes.
         node: this node's number, from 0.
         address: local address to listen on, as the neighbours see it.
-        members: this node, which enters here and leaves at `close`, and the others.
-        connect_timeout: seconds to wait for all neighbours at the start, and for records that are shared.
-        exchange_timeout: seconds that a neighbour may be late in an exchange. One that itself waits for a node that is
-            lost is given more.
-        rate_limit: for all that this node sends. Default: none.
-        name: tells the mesh from others in the store.
-        notes: say for whom this node waits. Default: its own, as `hf_diloco.utils.waiting` has them.
-        key: what nodes prove to each other that they hold, and all between them is sealed with. Default: none.
+        members: heartbeats of this node, which enters here and leaves at `close`, and of the others.
+        connect_timeout: seconds to wait for all neighbours at the start, and for shared records.
+        exchange_timeout: seconds that a neighbour may be late in an exchange. A neighbour that itself waits for a lost
+            node is given more.
+        rate_limit: limit on all that this node sends. Default: none.
+        name: identifies the mesh in the store.
+        notes: log for which nodes this node waits. Default: a new `hf_diloco.utils.waiting.WaitNotes`.
+        key: the shared key, which authenticates nodes to each other and encrypts their traffic. Default: none.
 
     Attributes:
-        peers: the nodes that it mixes with at one step or another.
+        peers: all nodes with which this node mixes at some step.
         lost: the nodes that this one has lost, each with the reason in words.
 
     Raises:
         ConfigError: the graph has no such node.
         DuplicateIslandError: another process runs as this node.
-        IslandLostError: neighbours did not connect in time; names them.
-        ForgedError: who answered for a neighbour does not hold the key.
+        IslandLostError: neighbours did not connect within the timeout; names them.
+        ForgedError: a process that answered as a neighbour does not hold the key.
     """
 
     is_on_host = True
@@ -183,9 +183,9 @@ class MeshNeighbours(Neighbours):
         return list(records.values())
 
     def _refuse_gone(self, missing: Collection[int]) -> None:
-        """Raises `IslandLostError` if one of these is gone before training begins: none returns to what has not begun.
+        """Raises `IslandLostError` if one of these nodes is gone before training begins, as it cannot rejoin then.
 
-        Its neighbours notice, and tell the others.
+        Neighbours notice a broken connection, and tell the others through the store.
         """
         for node in missing:
             try:
@@ -201,7 +201,7 @@ class MeshNeighbours(Neighbours):
                 )
 
     def published(self) -> Published:
-        """As `Neighbours.published`. From then on nodes are not in step: who returns is let in at once."""
+        """Like `Neighbours.published`. From then on nodes are not in lockstep, and a restarted node enters at once."""
         if self.coding is not None:
             self.coding.refuse_published()
         self._group.is_in_step = False
@@ -243,7 +243,7 @@ class MeshNeighbours(Neighbours):
         host = x.cpu()
         is_in_step, timeout = self._published is None, self._exchange_timeout
         if not is_in_step:
-            timeout += self._connect_timeout  # a step may take its time
+            timeout += self._connect_timeout  # a step of a neighbour may take long
         kind = Entry if is_in_step else FreeEntry
         entry = kind(self._joining, self._edges, self._straggler_timeout, timeout, self._give_up)
         with self._is_swapping:
@@ -254,14 +254,14 @@ class MeshNeighbours(Neighbours):
         return step
 
     def take_news(self) -> list[str]:
-        """What has happened to other nodes since the last call: lines for a log, in order."""
+        """Returns what happened to other nodes since the last call: lines for a log, in order."""
         news, self._news = self._news, []
         return news
 
     def close(self) -> None:
         was_closed, self._is_closed = self._is_closed, True
         self._straggler_timeout.give_up()
-        with self._is_swapping:  # lets go of its edges one after the other
+        with self._is_swapping:  # not before an exchange in flight has ended
             for edge in self._edges.values():
                 edge.close()
             self._edges.clear()
@@ -275,27 +275,27 @@ class MeshNeighbours(Neighbours):
     # Nodes come and go.
 
     def _give_up(self, peer: int) -> None:
-        """Loses a neighbour that was waited for; those who waited for it too are late for that reason."""
+        """Drops a neighbour that did not answer; gives the others more time, as they may have waited for it too."""
         self._lose(peer, self._straggler_timeout.reason)
         self._straggler_timeout.renew()
 
     def _lose(self, node: int, reason: str) -> None:
-        """Lets go of a neighbour, and tells the log and all nodes."""
+        """Marks a node as lost: disconnects, and reports the loss to the log and to all nodes."""
         if node in self._edges:
             self._edges.pop(node).close()
-        if self._is_closed:  # it is this one that goes
+        if self._is_closed:  # this node is the one that leaves
             return
         self.lost[node] = reason
         what = "has ended" if reason == ENDED else f"was lost ({reason})"
         self._news.append(f"node {node} {what}: its weight stays with this node until it returns")
         if self._published is not None:
             self._published.drop(node)
-        with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
+        with suppress(DiLoCoError):  # calls that need the store report its loss
             self._board.put(lost_key(node), {"by": self.node, "reason": reason})
-        self._reception.look_for([node])  # now: who is back takes its key away
+        self._reception.look_for([node])  # after the put: a node that returns removes the key
 
     def _note_lost(self) -> None:
-        """Loses those whose links have broken, where nodes take what others published."""
+        """Marks neighbours as lost whose links for published payloads have broken, if there are such links."""
         if self._published is None:
             return
         for peer, reason in self._published.take_lost().items():
@@ -309,7 +309,7 @@ class MeshNeighbours(Neighbours):
             )
 
     def _find_lost(self) -> list[int]:
-        """The neighbours without whom this node goes on."""
+        """The neighbours that this node is not connected to."""
         self._note_lost()
         return [peer for peer in self.peers if peer not in self._edges]
 
@@ -318,7 +318,7 @@ class MeshNeighbours(Neighbours):
         absent = set(range(self.num_nodes)) - set(members)
         for node in absent - self.lost.keys():
             if node in self._edges:
-                if self._published is not None:  # it is late, and still gives what it published
+                if self._published is not None:  # the node is late, but others can still read its published payload
                     continue
                 self._edges.pop(node).close()
                 self._reception.look_for([node])
@@ -344,7 +344,7 @@ class MeshNeighbours(Neighbours):
         )
 
     def _way_back(self) -> str:
-        """What to do for a node that has nobody left to average with."""
+        """Advice for a node that has no node left to average with."""
         if self.node == KEEPER:
             return (
                 f"Node {KEEPER} keeps the rendezvous, without which no node returns: end the others, if they still go "

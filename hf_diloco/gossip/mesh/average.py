@@ -1,14 +1,16 @@
-"""The mean over all nodes of a mesh, or over those that are left.
+"""The mean over all nodes of a mesh, or over the remaining ones.
 
-Nodes average in a group, a `MeshExchange`. When one of the group is lost the others form another group, of those that
-come: each shows in the store that it is there, and how far it is; the first whose patience ends with the list that it
-sees, decides it. After each average comes a vote, so that no node goes on while another has to begin again:
+Nodes average in a group, a `MeshExchange`. When a member is lost, the others form a new group of the nodes that are
+present: each writes to the store that it is present, and which average it is at; the first node whose patience runs
+out fixes the list of members that it sees. A vote follows each average, so that no node goes on while another must
+repeat the average:
 
-- A node whose vote came through knows that all the others had the mean, for else they would not have voted.
-- So if anyone is without the mean, nobody has gone on: the new group averages again.
-- If all have it they keep it, and go on with the new group.
-- Who has gone on says so, and does not come: the others then keep the mean too, and go on without a group. Otherwise a
-  node that stops between its votes would part those who have its vote from those who have not.
+- A node whose vote succeeded knows that all others had the mean, as they vote only then.
+- So if any node lacks the mean, no node has gone on: the new group repeats the average.
+- If all have the mean, they keep it, and go on with the new group.
+- A node that has gone on records this in the store, and does not join the group: the others then keep the mean too,
+  and go on without a group. Otherwise a node that stops while it sends its votes would separate those that have its
+  vote from those that do not.
 """
 
 from __future__ import annotations
@@ -29,30 +31,30 @@ from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import WaitNotes
 
 MAX_ATTEMPTS = 5
-"""Groups that a node tries to form for one average."""
+"""Attempts of a node to form a group, for one average."""
 
 SUSPECT_SECONDS = 2.0
-"""How long nodes that meet wait for one that another has lost: perhaps only a link broke."""
+"""How long nodes that form a group wait for a node that one of them has lost: perhaps only one link broke."""
 
 
 class GroupAverage:
     """One node's part in averages over all nodes.
 
-    A node that came too late goes on without the mean. Where nodes are in step it has lost its neighbours, and ends.
-    Else it comes to the next average as one that returns, and the others wait for it there: the first, second, fourth,
-    ... time in a row, or one that is always too slow would keep them at each.
+    A node that comes too late gets no mean. If nodes are in lockstep, it has lost its neighbours, and ends. Otherwise
+    it comes to the next average like a restarted node. The others wait for it there only after its first, second,
+    fourth, ... miss in a row, as a node that is always too slow would delay every average.
 
     Args:
         endpoint: this node's.
-        board: where nodes meet.
+        board: the records through which nodes form groups.
         num_nodes: n.
-        find_lost: the neighbours that this one has lost.
-        is_new: it has come back to others that may have averaged before.
-        notes: say for whom this node waits.
+        find_lost: returns the neighbours that this node has lost.
+        is_new: whether this node was restarted, while others may have averaged before.
+        notes: log for which nodes this node waits.
 
     Attributes:
-        members: the nodes in the last average.
-        is_in_step: nodes take their steps together.
+        members: the nodes that took part in the last average.
+        is_in_step: whether nodes are in lockstep.
     """
 
     def __init__(
@@ -78,8 +80,8 @@ class GroupAverage:
         self._num_attempts = 0  # in this average
         self._begun = self._exchange_begun = 0.0
         self._suspects: set[int] = set()
-        self._num_returned_before = 0  # when they became suspects
-        self._num_returned = 0  # when the group was formed
+        self._num_returned_before = 0  # the count of returned nodes when the suspects became suspects
+        self._num_returned = 0  # the count of returned nodes when the group was formed
         self._is_new = is_new
         self._num_missed = 0  # in a row
         self._group: MeshExchange | None = None
@@ -103,7 +105,7 @@ class GroupAverage:
         self._num_attempts = 0
         traffic, has_mean = Traffic(), False
         if len(self._group_members) < self._num_nodes and self._board.count("returned") != self._num_returned:
-            self.close()  # for a group with those who are back
+            self.close()  # to form a group that includes the returned nodes
         while True:
             if self._group is None:
                 have_all = self._form_group(has_mean)
@@ -122,7 +124,7 @@ class GroupAverage:
         return traffic
 
     def close(self) -> None:
-        """Lets go of the group."""
+        """Disconnects from the group."""
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -131,7 +133,7 @@ class GroupAverage:
         assert self._group is not None
         if self._buffer.numel() < vector.numel():
             self._buffer = torch.empty(vector.numel())
-        self._values = self._buffer[: vector.numel()].copy_(vector)  # which must stay as it is if the exchange fails
+        self._values = self._buffer[: vector.numel()].copy_(vector)  # a failed exchange must not change `vector`
         self._exchange_begun = time.monotonic()
         traffic = self._group.average(self._values, [1.0] * len(self._group_members), _FP32)
         self.members = self._group_members
@@ -142,7 +144,7 @@ class GroupAverage:
         self._group.average(torch.zeros(1), [1.0] * len(self._group_members), _FP32)
 
     def _give_up(self, error: ExchangeError) -> None:
-        """Leaves the group; waits only a moment for nodes whose connection broke."""
+        """Leaves the group; marks nodes whose connection broke as suspects, for which the next group waits briefly."""
         is_late = time.monotonic() - self._exchange_begun >= self._timeout
         num_returned = self._board.count("returned")
         is_back = num_returned != self._num_returned
@@ -154,11 +156,11 @@ class GroupAverage:
     # Groups.
 
     def _form_group(self, has_mean: bool) -> bool:
-        """Connects those who come.
+        """Connects the nodes that are present as a new group.
 
         Returns:
-            Whether those at the earliest average that one of them is at have its mean. There is no group if somebody
-            has gone on with it.
+            Whether all members that are at the group's earliest average have its mean. If a node has already gone on
+            with it, no group is formed.
         """
         if self._is_new and not self._num_attempts:
             self._attempt = whole_number(self._board.read("attempt") or {"number": 0}, "number", KEEPER)
@@ -171,7 +173,7 @@ class GroupAverage:
             if not members:
                 if has_mean:
                     return True
-                self._num_attempts -= 1  # of others, for an average that is behind this node
+                self._num_attempts -= 1  # an attempt of others, for an average that this node has completed
                 continue
             records = self._read_records(members)
             self._board.put("attempt", {"number": self._attempt})
@@ -201,13 +203,13 @@ class GroupAverage:
         return have_all
 
     def _meet(self, record: Record, has_mean: bool) -> tuple[int, ...]:
-        """Shows that this node is there; returns who is in the next group, as one of them decides.
+        """Writes that this node is present; returns the members of the next group, as one of them decides.
 
-        Nobody is if all of them have the mean, as somebody's going on with it shows.
+        The group is empty if all nodes have the mean, which is certain once one has gone on with it.
         """
         self._board.put(self._key(self._node), record)
         begun = time.monotonic()
-        patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others
+        patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others too
         present, wait = {self._node}, self._notes.begin(patience, "the average of all nodes")
         await_news = self._board.news()
         while (decided := self._board.read(self._key("group"))) is None:
@@ -220,7 +222,7 @@ class GroupAverage:
             waited = time.monotonic() - begun
             if waited > patience or (waited > SUSPECT_SECONDS and absent <= self._find_suspects(absent)) or not absent:
                 if present == {self._node}:
-                    self._board.remove(self._key(self._node))  # or a group of others, at this attempt, would await it
+                    self._board.remove(self._key(self._node))  # or others would include this node in the attempt
                     raise self._nobody_came(absent)
                 self._board.put_first(self._key("group"), {"nodes": sorted(present)})
             else:
@@ -255,7 +257,7 @@ class GroupAverage:
         )
 
     def _miss(self, remedy: str) -> str:
-        """What follows from an average without this node: the remedy, where nodes are in step."""
+        """Records an average that this node missed. Returns the advice for its message: `remedy`, in lockstep."""
         if self.is_in_step:
             return remedy
         self._is_new = True
@@ -265,7 +267,7 @@ class GroupAverage:
         return "This node goes on, and comes to the next average"
 
     def _has_anyone_gone_on(self) -> bool:
-        """Whether another node has had all votes in this average, without which none goes on."""
+        """Whether another node has received all votes of this average, and so has gone on."""
         others = (node for node in range(self._num_nodes) if node != self._node)
         records = self._board.read_all({node: f"averaged/{node}" for node in others})
         return any(record.get("average") == self._num_averages for record in records.values())
@@ -273,7 +275,7 @@ class GroupAverage:
     def _find_suspects(self, absent: Collection[int]) -> set[int]:
         """The absent nodes that this node, or another one, has lost."""
         if self._suspects and self._board.count("returned") != self._num_returned_before:
-            self._suspects.clear()  # who has returned may be one of them; of the others their neighbours say it
+            self._suspects.clear()  # a returned node may be one of them; neighbours of the others report their loss
         return {*self._suspects, *self._find_lost(), *self._board.who_has({node: lost_key(node) for node in absent})}
 
     def _read_records(self, members: Collection[int]) -> list[Record]:

@@ -1,4 +1,4 @@
-"""The edges of a mesh: one pair of sockets each, so that a lost node breaks its own edges only."""
+"""The edges of a mesh: one pair of sockets each, so that a lost node breaks only its own edges."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FOREVER = timedelta(days=3650)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How a node reaches others, and they it.
+    """How a node connects to others, and they to it.
 
     Attributes:
-        store: where nodes find each other.
+        store: the rendezvous.
         node: this node.
         address: local address to listen on, as the others see it.
-        timeout: seconds that an exchange may take.
-        rate_limit: for all that is sent. Default: none.
+        timeout: timeout of an exchange in seconds.
+        rate_limit: limit on all that this node sends. Default: none.
         key: see `Lane`.
     """
 
@@ -45,13 +45,13 @@ class Endpoint:
     def lane(
         self, name: str, members: Sequence[int], timeout: float, meanwhile: Callable[[], None] | None = None
     ) -> Lane:
-        """This node's end of a lane of some nodes.
+        """Returns this node's end of a lane between some nodes.
 
         Args:
             name: of the lane, unique in the store.
-            members: who is joined, in the order of their numbers; this node is one.
-            timeout: seconds that connecting may take.
-            meanwhile: called now and then while others are waited for; what it raises ends that.
+            members: the nodes to connect, this one included, in the order of their numbers.
+            timeout: timeout for connecting in seconds.
+            meanwhile: polled while this node waits for others; an exception that it raises ends the wait.
         """
 
         def look(_: float) -> bool:
@@ -74,18 +74,18 @@ class Endpoint:
 
 
 class Edge:
-    """One node's end of the way to a neighbour. Both ends begin their transfers in the same order.
+    """One node's end of the connection to a neighbour. Both ends must begin their transfers in the same order.
 
     Args:
         endpoint: this node's.
         name: of the mesh, unique in the store.
         peer: the neighbour.
-        life: tells this edge from earlier ones between the two; the same at both ends.
-        timeout: seconds that connecting may take.
+        life: distinguishes this edge from earlier ones between the two nodes; the same at both ends.
+        timeout: timeout for connecting in seconds.
         meanwhile: see `Endpoint.lane`.
 
     Raises:
-        IslandLostError: the neighbour did not connect in time.
+        IslandLostError: the neighbour did not connect within the timeout.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Edge:
         self._links = Connections(endpoint.lane(f"{name}/{low}-{high}/{life}", ends, timeout, meanwhile))
 
     def begin(self) -> Transfers:
-        """The next transfers on this edge, which both ends begin: to be filled by `receive` and `send`."""
+        """Begins the next transfers on this edge, as the other end does too; add to them with `receive` and `send`."""
         self._tag += 1
         return Transfers()
 
     def receive(self, tensor: torch.Tensor, transfers: Transfers, with_checksum: bool = True) -> None:
-        """Starts receiving; `tensor` is whole once the transfers have been waited for.
+        """Starts receiving; `tensor` is complete once the transfers have been waited for.
 
         Raises:
             IslandLostError: the connection has broken.
@@ -118,7 +118,7 @@ class Edge:
         self._links.receive(tensor, self._other_end, self._tag, transfers, with_checksum)
 
     def send(self, tensor: torch.Tensor, transfers: Transfers, with_checksum: bool = True) -> None:
-        """Starts sending; `tensor` stays as it is until the transfers have been waited for.
+        """Starts sending; `tensor` must not change until the transfers have been waited for.
 
         Raises:
             IslandLostError: the connection has broken.
@@ -126,17 +126,17 @@ class Edge:
         self._links.send(tensor, self._other_end, self._tag, transfers, with_checksum)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
-        """As `Connections.wait`; also where something came damaged the neighbour is lost, until it connects again."""
+        """Like `Connections.wait`, but raises `IslandLostError` for corrupt data too: the neighbour must reconnect."""
         traffic = self._links.wait(transfers, deadline, meanwhile)
         self._refuse_damaged(transfers)
         return traffic
 
     def wait_for_ever(self, transfers: Transfers) -> None:
-        """As `wait`, until they have come or `wake` is called; looks at nothing, which would leave a receive behind.
+        """Like `wait`, without a timeout; `wake` ends it. Does not poll, as a poll would leave a receive pending.
 
         Raises:
             RuntimeError: the connection has broken.
-            IslandLostError: something came damaged.
+            IslandLostError: the received data is corrupt.
         """
         for work in transfers.works:
             work.handle.wait(_FOREVER)
@@ -145,7 +145,7 @@ class Edge:
         transfers.drop()
 
     def wake(self) -> None:
-        """Ends all waits at this end, if it is not closed yet: whoever waits finds the connection broken."""
+        """Ends all waits at this end as if the connection had broken; a no-op if the edge is closed."""
         with suppress(ExchangeError):
             self._links.wake()
 
@@ -155,17 +155,17 @@ class Edge:
             raise IslandLostError(f"what node {self.peer} sent came damaged ({why})", [self.peer])
 
     def check(self) -> None:
-        """Raises `IslandLostError` if the connection has broken, while nothing is transferred."""
+        """Raises `IslandLostError` if the connection has broken. Call it only while no transfer is in flight."""
         if self._links.find_broken():
             raise IslandLostError(f"node {self.peer} went away", [self.peer])
 
     def close(self) -> None:
-        """Closes the sockets at once, which wakes the neighbour; may be called more than once."""
+        """Closes the sockets at once, which ends the neighbour's waits; may be called more than once."""
         self._links.close()
 
 
 def edge_life(starts: Mapping[int, int]) -> str:
-    """What tells an edge from earlier ones: how often each of its two nodes was started."""
+    """Returns the identifier of an edge: how often each of its two nodes was started."""
     return ".".join(str(starts[node]) for node in sorted(starts))
 
 
@@ -176,21 +176,21 @@ def connect_edges(
     timeout: float,
     meanwhile: Callable[[int], None] | None = None,
 ) -> tuple[dict[int, Edge], list[int]]:
-    """Connects to several neighbours at the same time, as each takes many round trips.
+    """Connects to several neighbours concurrently, as each connection takes many round trips.
 
     Args:
         endpoint: this node's.
         name: of the mesh, unique in the store.
-        lives: of the edge to each neighbour; see `Edge`, as for the other arguments.
-        timeout: seconds that connecting may take.
-        meanwhile: see `Endpoint.lane`; is given the neighbour.
+        lives: the `life` of the edge to each neighbour; see `Edge`.
+        timeout: timeout for connecting in seconds.
+        meanwhile: see `Endpoint.lane`; called with the neighbour.
 
     Returns:
         The edges, by neighbour, and the neighbours that did not connect.
 
     Raises:
-        IslandLostError: this node cannot listen, for which no neighbour is to blame.
-        ForgedError: who answered for a neighbour does not hold the key.
+        IslandLostError: this node cannot listen; no neighbour is to blame.
+        ForgedError: a process that answered as a neighbour does not hold the key.
     """
     failures: list[DiLoCoError] = []
 
@@ -211,6 +211,6 @@ def connect_edges(
     edges = {peer: edge for peer, edge in made.items() if edge is not None}
     if failures:
         for edge in edges.values():
-            edge.close()  # or those neighbours would wait for this node, which ends
+            edge.close()  # or those neighbours would wait for this node, which is about to end
         raise failures[0]
     return edges, [peer for peer in lives if peer not in edges]

@@ -1,14 +1,14 @@
-"""How a node comes back while the others go on: its own side. `rejoin` has its neighbours', and what is said.
+"""How a restarted node rejoins while the others go on: its own side. `rejoin` has its neighbours' side, and the keys.
 
-Where all take their steps together, nodes agree on a step that is yet to come while they go on. One proposes. Nobody
-who takes steps waits for an answer: what is not decided by the step itself is off.
+If nodes are in lockstep, they agree on a future step while they go on. One node proposes a step. Nodes that take steps
+never wait for an answer: a proposal that is not decided when its step begins is rejected.
 
     PREFIX/at/NODE              the step that a node is at
-    PREFIX/proposal             the round of asking, and the step
-    PREFIX/ROUND/NODE           whether that step is yet to come, for a node
-    PREFIX/ROUND/decision       whether it is for all: the first word counts
+    PREFIX/proposal             the number of the round, and the proposed step
+    PREFIX/ROUND/NODE           whether the step is still in the future for this node
+    PREFIX/ROUND/decision       whether the step is agreed: the first record counts
 
-`FreeEntry` is for nodes that each step at their own pace.
+`FreeEntry` is for nodes without lockstep.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from hf_diloco.transport.connections import PROBE_SECONDS, Transfers
 T = TypeVar("T")
 
 FIRST_MARGIN = 2
-"""Steps until the one that is proposed. Doubles with each round: where steps take no longer than asking, many pass."""
+"""Steps from the current to the proposed one. Doubles with each round, as many short steps pass during a request."""
 
 MAX_ROUNDS = 12
 
 
 def decide(board: Board, prefix: str, number: int, node: int, is_on: bool) -> bool:
-    """Writes the decision of a round unless there is one; returns the one that is there."""
+    """Writes the decision of a round, unless there is one already; returns the decision that counts."""
     return board.put_first(f"{prefix}/{number}/decision", {"is_on": is_on}, node).get("is_on") is True
 
 
 class Agreement(ABC):
-    """One side of an agreement on a step to come, of two that both take steps.
+    """One side of an agreement on a future step, between two nodes that both take steps.
 
     Args:
         board: the mesh's.
         prefix: of the keys; unique.
         node: this node.
-        peer: the other one.
+        peer: the other node.
     """
 
     def __init__(self, board: Board, prefix: str, node: int, peer: int) -> None:
@@ -61,10 +61,10 @@ class Agreement(ABC):
 
     @abstractmethod
     def is_now(self, step: int) -> bool:
-        """Whether it is the step that begins. To be asked at the beginning of each.
+        """Whether `step`, which begins now, is the agreed one. Call it at the beginning of each step.
 
         Raises:
-            IslandLostError: the two are too far apart, or did not agree in many rounds.
+            IslandLostError: the two are too far apart, or did not agree within `MAX_ROUNDS`.
         """
 
     def _hear(self, what: str) -> Record | None:
@@ -75,13 +75,13 @@ class Agreement(ABC):
 
 
 class Answers(Agreement):
-    """The side that is asked."""
+    """The side that answers proposals."""
 
     def is_now(self, step: int) -> bool:
         self._board.put(f"{self._prefix}/at/{self._node}", {"step": step})
         self._answer(step)
         while self._step is not None and self._step <= step:
-            # To wait for the word of others here could be to wait for one who waits for this node.
+            # No waiting for the other side's decision: it may be waiting for this node.
             if self._decide(is_on=False):
                 return True
             self._step = None
@@ -99,11 +99,11 @@ class Answers(Agreement):
 
 
 class Proposals(Agreement):
-    """The side that asks.
+    """The side that makes proposals.
 
     Args:
         board, prefix, node, peer: see `Agreement`.
-        max_gap: steps that the two may be apart. Whoever is ahead would have to wait for the other one.
+        max_gap: steps that the two nodes may be apart. The one ahead would have to wait for the other.
     """
 
     def __init__(self, board: Board, prefix: str, node: int, peer: int, max_gap: int) -> None:
@@ -145,10 +145,10 @@ class Entry:
 
     Args:
         joining: this node's.
-        edges: to the neighbours that are there.
-        straggler_timeout: how long it waits for those that do not come; it tells those who wait for this node.
+        edges: to the connected neighbours.
+        straggler_timeout: the timeout for late neighbours; also reports the wait to those that wait for this node.
         timeout: seconds that a step of the neighbours may take.
-        lose: takes out of `edges` whom this node has just lost.
+        lose: removes a neighbour that was just lost from `edges`.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Entry:
         self._lose = lose
 
     def take(self, x: torch.Tensor) -> int:
-        """Overwrites `x`, in host memory, with the neighbours' mean at the step that is returned."""
+        """Overwrites `x`, in host memory, with the neighbours' mean at the agreed step; returns that step."""
         step = self._agree()
         self._await_step(step)
         total: torch.Tensor | None = None
@@ -181,14 +181,14 @@ class Entry:
         self._check_company()
         x.mul_(1.0 / num_given)
         self._board.remove(lost_key(self._node))
-        self._board.count("returned", 1)  # before any neighbour goes on: the next average is with this node
+        self._board.count("returned", 1)  # before any neighbour goes on: the next average includes this node
         for peer in sorted(self._edges):
             self._transfer(peer, lambda edge, transfers: edge.send(torch.ones(1, dtype=torch.uint8), transfers))
         self._check_company()
         return step
 
     def _agree(self) -> int:
-        """The step at which all neighbours will give their parameters."""
+        """Returns the step at which all neighbours will send their parameters."""
         margin = FIRST_MARGIN
         for number in range(1, MAX_ROUNDS + 1):
             steps = self._ask("at", "step")
@@ -203,15 +203,15 @@ class Entry:
         )
 
     def _ask(self, topic: str, field: str) -> dict[int, int]:
-        """What neighbours say, as soon as all have; who does not within two exchanges' time is lost."""
+        """Returns the answers of all neighbours; those that do not answer within two exchange timeouts are lost."""
         self._straggler_timeout.begin_other("returning", 2 * self._timeout)
         return self._await(lambda peer: self._hear(peer, topic, field))
 
     def _await_step(self, step: int) -> None:
-        """Returns when all neighbours are at the step at which they give.
+        """Waits until all neighbours are at the agreed step.
 
-        Who is not there yet may be as late as in any exchange, as those who are wait for it; until the first is, each
-        step may take two exchanges' time.
+        Until the first one is, each step may take two exchange timeouts. From then on the others may be as late as in
+        any exchange, as the first one waits for them.
         """
         at: dict[int, int] = {}
         self._straggler_timeout.begin_other("returning", self._timeout)
@@ -227,7 +227,7 @@ class Entry:
         self._await(look)
 
     def _await(self, say: Callable[[int], T | None]) -> dict[int, T]:
-        """What neighbours say, as soon as all have; who does not, or whose connection breaks, is lost."""
+        """Polls `say` until all neighbours have answered; those that do not, or that disconnect, are lost."""
         said: dict[int, T] = {}
         looked, await_news = time.monotonic(), self._board.news()
         while missing := sorted(self._edges.keys() - said.keys()):
@@ -243,7 +243,7 @@ class Entry:
         return {peer: said[peer] for peer in self._edges}
 
     def _look_at(self, missing: list[int]) -> None:
-        """Loses those that are gone, and the first of those that are missing if it is too late."""
+        """Drops neighbours whose connection has broken, and the first missing one after the timeout."""
         for peer in list(self._edges):
             try:
                 self._edges[peer].check()
@@ -253,7 +253,7 @@ class Entry:
                 self._lose(peer)
 
     def _transfer(self, peer: int, begin: Callable[[Edge, Transfers], None]) -> bool:
-        """Sends to a neighbour, or receives; returns whether it was there, or else it is lost."""
+        """Sends to or receives from a neighbour. If that fails, drops the neighbour and returns False."""
         edge = self._edges[peer]
         self._straggler_timeout.begin_other("returning", self._timeout)
         try:
@@ -266,7 +266,7 @@ class Entry:
         return True
 
     def _hear(self, peer: int, topic: str, field: str) -> int | None:
-        """What a neighbour says on a topic, if it does."""
+        """Returns a field of a neighbour's record on a topic; None if there is no record."""
         record = self._board.read(self._key(f"{topic}/{peer}"), peer)
         return None if record is None else whole_number(record, field, peer)
 
@@ -282,18 +282,16 @@ class Entry:
 
 
 class FreeEntry(Entry):
-    """For nodes that each step at their own pace: takes what neighbours give, from one after the other.
+    """For nodes without lockstep: receives the parameters of one neighbour after the other.
 
-    Each neighbour gives at the beginning of its own next step.
-
-    `timeout` is how long a neighbour may take to get there. Who waits is this node: a neighbour sends when it has been
-    asked, and is asked when this node is ready to receive.
+    Each neighbour sends at the beginning of its own next step, which may take up to `timeout`. Only this node waits:
+    it asks a neighbour once it is ready to receive, and the neighbour sends only when asked.
     """
 
     def take(self, x: torch.Tensor) -> int:
-        """Overwrites `x`, in host memory, with the mean of what neighbours gave; returns the largest of their steps.
+        """Overwrites `x`, in host memory, with the neighbours' mean; returns the largest of their steps.
 
-        With a smaller one this node would come to averages over all nodes that they have already had.
+        With a smaller step this node would come to averages over all nodes that the others have already completed.
         """
         total, received, step = torch.zeros_like(x), torch.empty_like(x), torch.empty(1, dtype=torch.int64)
         steps: list[int] = []

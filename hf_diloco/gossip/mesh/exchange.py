@@ -1,13 +1,13 @@
-"""One exchange with all neighbours: pieces on their way to and from each at once, used as they arrive.
+"""One exchange with all neighbours: pieces to and from all of them are in flight at once, and used as they arrive.
 
-When a node stops, its neighbours wait for it until their time is over; but their own neighbours have been waiting for
-them as long, and would give them up at the same moment. So whoever waits says so in the store every half second, and
-is given as much time again by those who wait for it: `StragglerTimeout`.
+When a node stops, its neighbours wait for it until their timeout; but their own neighbours have been waiting for them
+as long, and would drop them at the same moment. So a node that waits writes this to the store every half second, and
+nodes that wait for it extend its timeout by the same time again: `StragglerTimeout`.
 
-    waits/NODE             for whom a node waits, and a number that grows
+    waits/NODE             the node that NODE waits for, and an increasing number
 
-A process may stand still itself: it is stopped, swapped out, or asks a slow name service. Who comes back from that
-must not give up its neighbours at once, so such a pause is no part of the time that they have.
+A process may itself be paused: stopped, swapped out, or blocked by a slow name service. After such a pause it must not
+drop its neighbours at once, so the pause does not count towards their timeout.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from hf_diloco.transport.waiting import Deadline
 from hf_diloco.utils.waiting import WaitNotes
 
 BYTES_IN_FLIGHT = 64 << 20
-"""What a node has on its way from all neighbours together, if pieces are few enough."""
+"""Bytes that a node has in flight from all neighbours together, within the limits on the number of pieces below."""
 
 MIN_PIECES_IN_FLIGHT, MAX_PIECES_IN_FLIGHT = 2, 8
 
 PAUSE_SECONDS = 1.0
-"""Between two looks, which follow each other twice as fast: a longer pause says that this process stood still."""
+"""A longer time between two checks means that this process was paused; checks follow each other twice as fast."""
 
 SILENCE_SECONDS = 300.0
-"""A store that did not answer is asked no more for so long: to find that out may take a tenth of it."""
+"""How long a store that did not answer is left alone; finding that out may take a tenth of this time."""
 
 
 class StragglerTimeout:
-    """How long a node waits for a neighbour that does not come, for one exchange, or one other wait, at a time.
+    """The timeout for late neighbours, of one exchange or other wait at a time.
 
     Args:
-        board: where nodes say that they wait.
+        board: the records in which nodes report that they wait.
         node: this node.
         num_nodes: n.
-        seconds: that an exchange may take.
-        notes: say for whom this node waits, and have the clock by which it does.
+        seconds: timeout of an exchange.
+        notes: log for which nodes this node waits, and supply the clock.
 
     Attributes:
-        seconds: that the wait which began last may take.
+        seconds: timeout of the current wait.
     """
 
     def __init__(self, board: Board, node: int, num_nodes: int, seconds: float, notes: WaitNotes) -> None:
@@ -70,59 +70,59 @@ class StragglerTimeout:
         self.begin()
 
     def begin(self) -> None:
-        """An exchange begins."""
+        """Starts the timeout of an exchange."""
         self.begin_other("a step", self._step_seconds)
         if self._is_extended:
             self.renew(2)
         self._is_extended = False
 
     def begin_other(self, what: str, seconds: float | None = None) -> None:
-        """Another wait for neighbours begins.
+        """Starts the timeout of another wait for neighbours.
 
         Args:
-            what: it is for, in words.
-            seconds: that it may take. Default: as an exchange.
+            what: the reason for the wait, in words.
+            seconds: the timeout. Default: that of an exchange.
         """
         self.seconds = self._step_seconds if seconds is None else seconds
         self._num_excuses = 0
         self._seen: dict[int, Record | None] = {}
-        self._limit = Deadline((self._num_nodes + 2) * self.seconds)  # Gloo's own: never before ours
+        self._limit = Deadline((self._num_nodes + 2) * self.seconds)  # for Gloo: never expires before ours
         self._wait = self._notes.begin(self.seconds, what)
         self.renew()
 
     def extend(self) -> None:
-        """After an average of all: in the next exchange, neighbours may still wait there for one that is lost."""
+        """Doubles the next exchange's timeout: after an average, neighbours may still wait in it for a lost node."""
         self._is_extended = True
 
     def give_up(self) -> None:
-        """Stops waiting for anybody. May be called from another thread; an exchange under way then ends soon."""
+        """Stops all waiting. May be called from another thread; an exchange in flight then ends soon."""
         self._has_given_up = True
 
     @property
     def limit(self) -> Deadline:
-        """How long a transfer may take."""
+        """The deadline of a transfer."""
         return Deadline(0) if self._has_given_up else self._limit
 
     def renew(self, factor: float = 1) -> None:
-        """After a neighbour was given up, as those who waited for it too are late for that reason; or was heard of.
+        """Restarts the timeout: after a neighbour was dropped, as others may have waited for it too, or made progress.
 
         Args:
-            factor: by which the time that is given is longer.
+            factor: multiplies the timeout.
         """
         self._looked_at = self._clock.now()
         self._ends_at = self._looked_at + factor * self.seconds
 
     @property
     def reason(self) -> str:
-        """Why a neighbour was lost that was waited for, in words."""
+        """Why the neighbour that this node waited for was lost, in words."""
         return f"it did not come within {self.seconds:g} s" if self._is_over else "its connection broke"
 
     def wait_for(self, edge: Edge, transfers: Transfers) -> Traffic:
-        """As `Edge.wait`, until it is too late."""
+        """Like `Edge.wait`, with this timeout."""
         return edge.wait(transfers, self.limit, self.watch(edge.peer))
 
     def watch(self, peer: int) -> Callable[[], None]:
-        """What to call now and then while this node waits for `peer`; raises `IslandLostError` once it is too late."""
+        """Returns a function to poll while waiting for `peer`; it raises `IslandLostError` after the timeout."""
 
         def look() -> None:
             if self._has_given_up:
@@ -146,18 +146,18 @@ class StragglerTimeout:
         return self._clock.now() >= self._ends_at
 
     def leave_out_own_pause(self) -> None:
-        """To be called twice as often as `PAUSE_SECONDS`, and between two questions to the store: each takes a round
-        trip, which is no pause."""
+        """Extends the timeout by a pause of this process. Call it at least twice in `PAUSE_SECONDS`, and between two
+        requests to the store: each takes a round trip, which is not a pause."""
         now = self._clock.now()
         if (pause := now - self._looked_at) > PAUSE_SECONDS:
             self._ends_at += pause
         self._looked_at = now
 
     def _is_excused(self, peer: int) -> bool:
-        """Whether `peer` said meanwhile that it waits for another one; then it is given as much time again."""
+        """Whether `peer` has reported since that it waits for another node; if so, restarts the timeout."""
         before, self._seen[peer] = self._seen[peer], self._read(peer)
         now = self._seen[peer]
-        if self._is_silent:  # node 0 is the one that is late, and with it the store
+        if self._is_silent:  # node 0, which hosts the store, is the late one
             is_excused = peer != KEEPER and not self._num_excuses
         else:
             is_excused = now is not None and now != before and now.get("for") != self._node
@@ -176,7 +176,7 @@ class StragglerTimeout:
         return None if self._is_silent else self._try(lambda: self._board.read(f"waits/{peer}", peer))
 
     def _try(self, call: Callable[[], Record | None]) -> Record | None:
-        """A store that is gone, with node 0, ends nothing here."""
+        """Calls the store. If it is gone, with node 0, returns None: that does not end the wait."""
         try:
             return call()
         except DiLoCoError:
@@ -188,7 +188,7 @@ class StragglerTimeout:
 
 @dataclass
 class _Flight:
-    """What is in flight for one piece."""
+    """The transfers in flight for one piece."""
 
     piece: Piece
     slot: int
@@ -199,12 +199,12 @@ class _Flight:
 class Swapping:
     """Exchanges of pieces over the edges of one node.
 
-    A neighbour whose transfer fails is left out from that piece on, and its edge closed.
+    A neighbour whose transfer fails is left out from that piece on, and its edge is closed.
 
     Args:
-        edges: the node's, by neighbour; whoever is lost is taken out.
-        straggler_timeout: how long this node waits for those that do not come.
-        lose: is told whom the node has just lost.
+        edges: the node's edges, by neighbour; lost neighbours are removed.
+        straggler_timeout: the timeout for late neighbours.
+        lose: called with each neighbour that was just lost.
     """
 
     def __init__(
@@ -213,15 +213,15 @@ class Swapping:
         self._edges = edges
         self._straggler_timeout = straggler_timeout
         self._lose = lose
-        # By neighbour and slot, used again at every exchange: fresh memory costs eight times what used memory does.
+        # By neighbour and slot, reused in every exchange: new memory costs eight times as much as reused memory.
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._pipeline: deque[_Flight] = deque()
 
     def run(self, pieces: Sequence[Piece]) -> Traffic:
-        """Sends each piece, and has it use what comes.
+        """Sends each piece, and lets it use the received data.
 
-        Where something else than a loss ends that, as a second Ctrl-C does, all edges are closed: what is in flight
-        would be taken for the next exchange.
+        If anything other than a lost neighbour interrupts the exchange, such as a second Ctrl-C, closes all edges: the
+        next exchange would mistake the data in flight for its own.
         """
         try:
             return self._run(pieces)
@@ -246,7 +246,7 @@ class Swapping:
         return traffic
 
     def _begin(self, flight: _Flight) -> None:
-        """Starts the transfers; receives first, as a rate limit takes its time with what is sent."""
+        """Starts the transfers; receives first, as a rate limit may delay the sends."""
         piece = flight.piece
         for peer in sorted({*piece.bytes_from, *piece.bytes_to} & self._edges.keys()):
             flight.transfers[peer] = self._edges[peer].begin()
@@ -261,20 +261,20 @@ class Swapping:
                     self._edges[peer].send(given, flight.transfers[peer])
 
     def _finish(self) -> Traffic:
-        """Waits for the first piece's transfers, and has it use what has come."""
+        """Waits for the transfers of the oldest piece, and lets it use the received data."""
         flight, traffic = self._pipeline[0], Traffic()
         for peer, transfers in flight.transfers.items():
             if peer in self._edges:
                 with self._unless_lost(peer):
                     traffic += self._straggler_timeout.wait_for(self._edges[peer], transfers)
-            traffic += transfers.take_traffic()  # of those who are lost
+            traffic += transfers.take_traffic()  # of neighbours that were lost
         self._pipeline.popleft()
         flight.piece.finish({peer: taken for peer, taken in flight.received.items() if peer in self._edges})
         return traffic
 
     @contextmanager
     def _unless_lost(self, peer: int) -> Iterator[None]:
-        """Takes a neighbour out if its transfer fails inside, and goes on without."""
+        """Removes a neighbour if its transfer fails inside, and continues without it."""
         try:
             yield
         except IslandLostError:
@@ -285,7 +285,7 @@ class Swapping:
         for flight in self._pipeline:
             if peer in flight.transfers:
                 flight.transfers[peer].drop()  # or they would keep the sockets open
-        # Nobody may write to what was to be received.
+        # A broken receive may still write to these buffers, so they are not reused.
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != peer}
         self._lose(peer)
 

@@ -1,8 +1,8 @@
-"""How a node finds its neighbours, at the start and when one of the two was lost, and connects to them.
+"""How a node finds its neighbours and connects to them, at the start and after one of the two was lost.
 
-Processes claim their node's number, and give signs of life, as islands do (`membership.heartbeats`): which start of
-the node this is, whether it takes steps, and whom it misses. Who looks for others says so again and again. A node that
-is gone says nothing new, whatever it said last; so nobody waits for it.
+Processes claim their node's number, and send heartbeats, as islands do (`membership.heartbeats`). A heartbeat tells
+which start of the node this is, whether it takes steps, and which nodes it misses. A node that looks for others sends
+heartbeats repeatedly. A node that is gone sends nothing new, whatever it sent last; so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import WaitNotes
 
 LOOK_SECONDS = 0.5
-"""How often nodes look for those that they miss."""
+"""How often a node looks for the nodes that it misses."""
 
 MIN_GREETING_SECONDS = 2.5
-"""How long a node that returns waits at least for those of its neighbours that have not yet seen it."""
+"""How long a restarted node waits at least for neighbours that have not yet seen it."""
 
 MIN_CONNECT_SECONDS = 10.0
-"""What connecting may take at least, once all are there: over slow links it takes many round trips."""
+"""Minimum timeout for connecting, once all nodes are present: over slow links it takes many round trips."""
 
 MAX_AGAIN_SECONDS = 15.0
-"""What connecting to one that goes on may take: a further attempt follows."""
+"""Maximum timeout for reconnecting to a node that goes on: a further attempt follows."""
 
 
 class Announcement(NamedTuple):
-    """What a node says of itself: which of its starts this is, from 1, and its sign of life."""
+    """A node's start number, from 1, and its latest heartbeat."""
 
     start: int
     said: HeartbeatRecord
 
 
 class Discovery:
-    """What one node says of itself, and hears of others, with their signs of life.
+    """Announces one node to the others, and listens to them, through heartbeats.
 
     Args:
         members: this node and the others.
@@ -54,21 +54,21 @@ class Discovery:
         self._heard: dict[int, Announcement] = {}
 
     def announce(self, misses: Collection[int]) -> None:
-        """This node is there, and looks for these, as its further signs of life say too."""
+        """Sends a heartbeat that names the nodes that this node misses; further heartbeats name them too."""
         self.note(misses)
         with asking():
             self._members.heartbeat()
 
     def note(self, misses: Collection[int]) -> None:
-        """As `announce`, with the next sign of life."""
+        """Like `announce`, but only with the next regular heartbeat."""
         self._members.standing.misses = sorted(misses)
 
     def listen(self, starts: Mapping[int, int]) -> dict[int, Announcement]:
-        """What those who are there have said since the last call.
+        """Returns the new announcements of running nodes since the last call.
 
         Args:
-            starts: of each neighbour the last start that is known. Of that one, only what changes shows that it is
-                still there.
+            starts: the last known start of each neighbour. For that start, only a changed heartbeat shows that the
+                node still runs.
         """
         heard: dict[int, Announcement] = {}
         with asking(), looking_once(self._members.log.store, ["heartbeats"]):
@@ -83,23 +83,23 @@ class Discovery:
 
 
 class Joining:
-    """One node's. Claims its number: at a start beyond the first it joins others that go on.
+    """Connects a node to its neighbours. Claims its number; if this is not its first start, rejoins running nodes.
 
     Args:
-        endpoint: this node's; connecting to one that returns may take as long as an exchange.
-        board: where nodes meet.
-        members: this node and the others; gives signs of life from now on.
+        endpoint: this node's; connecting to a restarted node may take as long as an exchange.
+        board: the mesh's records in the store.
+        members: this node and the others; sends heartbeats from now on.
         peers: its neighbours.
         connect_timeout: seconds to wait for all neighbours.
-        notes: say for whom this node waits.
+        notes: log for which nodes this node waits.
 
     Attributes:
-        board: where nodes meet.
+        board: the mesh's records in the store.
         node: this node.
         start: which of this node's starts this is, from 1.
         starts: how often each neighbour was started, as far as this node has seen.
-        discovery: how this node says that it misses others.
-        published: where nodes take what others published; None: they do not.
+        discovery: announces which nodes this node misses.
+        published: this node's end of published payloads; None if nodes do not publish.
 
     Raises:
         DuplicateIslandError: another process runs as this node.
@@ -130,15 +130,15 @@ class Joining:
         self.published: MeshPublished | None = None
 
     def begin(self) -> None:
-        """This node takes steps now."""
+        """Reports in heartbeats that this node takes steps now."""
         if self._members.standing.phase == "joining":
             self._members.stand("training")
 
     def meet(self) -> dict[int, Edge]:
-        """Connects to all neighbours, or where others go on to those that are there.
+        """Connects to all neighbours; on a restarted node, to those that are running.
 
         Raises:
-            IslandLostError: neighbours did not connect in time; names them.
+            IslandLostError: neighbours did not connect within the timeout; names them.
         """
         self.starts = self.count_starts(self._peers)
         return self._return() if self.start > 1 else self._meet_all()
@@ -153,7 +153,7 @@ class Joining:
             edges, missing = self._connect_all(self._peers, seconds)
         if missing:
             for edge in edges.values():
-                edge.close()  # or those neighbours would wait for this node, which ends
+                edge.close()  # or those neighbours would wait for this node, which is about to end
             if (took := time.monotonic() - begun) < self._connect_timeout:
                 raise _broken_off(missing, took)
             raise _not_connected(missing, self._endpoint.address, self._connect_timeout)
@@ -166,20 +166,21 @@ class Joining:
         return edges
 
     def await_greetings(self) -> list[int]:
-        """Waits for the neighbours that see that this node is back, and says to whom it connects next.
+        """Waits until neighbours greet this restarted node, and publishes the list of those that it will connect to.
 
         Returns:
-            All, but for those that are lost or wait themselves. Who is left out, but goes on, connects again later.
+            All neighbours, except lost ones and those that wait themselves. A neighbour that is left out, but goes on,
+            reconnects later.
         """
         greeted: set[int] = set()
-        waiting: set[int] = set()  # as this one does: they let nobody in
+        waiting: set[int] = set()  # restarted neighbours that wait, as this node does, and let nobody in
         wait = self._notes.begin(self._connect_timeout, "returning")
         patience_with_others = max(MIN_GREETING_SECONDS, self._endpoint.timeout / 2)
         begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
         await_news = self.board.news()
 
         def is_away(peer: int) -> bool:
-            """Whether it lets nobody in. That this node itself lost it, before it was started again, says nothing."""
+            """Whether `peer` lets nobody in: it waits itself, or a node other than this one has reported its loss."""
             lost = self.board.read(lost_key(peer), peer)
             return peer in waiting or (lost is not None and lost.get("by") != self.node)
 
@@ -206,29 +207,29 @@ class Joining:
         return sorted(greeted)
 
     def _check_start(self, peer: int) -> None:
-        """Raises `IslandLostError` if a neighbour was started again: it waits to be let in, as this node does."""
+        """Raises `IslandLostError` if a neighbour was restarted: it waits to be let in, as this node does."""
         if self.count_starts([peer])[peer] > self.starts[peer]:
             raise IslandLostError(f"node {peer} was started again", [peer])
 
     def _connect_all(
         self, there: Collection[int], seconds: float, meanwhile: Callable[[int], None] | None = None
     ) -> tuple[dict[int, Edge], list[int]]:
-        self.starts |= self.count_starts(there)  # of others as before: who starts meanwhile is new
+        self.starts |= self.count_starts(there)  # not of the others, so that their restarts are noticed as new
         lives = {peer: self._life(peer, self.starts[peer]) for peer in there}
         with self._notes.begin(seconds, f"connecting from {self._endpoint.address}").blocking(there):
             return self._connect(lives, seconds, meanwhile)
 
     def connect_again(self, peer: int, start: int, attempt: int, meanwhile: Callable[[], None]) -> Edge:
-        """Connects to a neighbour that was started so many times; links to take what it publishes are made, too.
+        """Reconnects to a neighbour; also opens the links for published payloads, if nodes publish.
 
         Args:
             peer: the neighbour.
-            start: which of its starts this is.
-            attempt: 0 if it returns; which attempt this is if it goes on, as this node does.
-            meanwhile: called now and then while the neighbour is waited for; what it raises ends that.
+            start: the number of its current start.
+            attempt: 0 if the neighbour was restarted; the number of this attempt if it goes on, as this node does.
+            meanwhile: polled while this node waits for the neighbour; an exception that it raises ends the wait.
 
         Raises:
-            IslandLostError: it did not connect in time.
+            IslandLostError: the neighbour did not connect within the timeout.
         """
         seconds, life = self._late, self._life(peer, start)
         if attempt:
@@ -245,10 +246,10 @@ class Joining:
         return edges[peer]
 
     def link(self, published: MeshPublished, edge: Edge) -> None:
-        """Makes the links over which the two take what the other published; ends if the edge breaks meanwhile.
+        """Opens the links over which the two nodes read each other's published payloads.
 
         Raises:
-            IslandLostError: the neighbour did not connect in time.
+            IslandLostError: the neighbour did not connect within the timeout, or the edge broke meanwhile.
         """
         published.connect(edge.peer, edge.life, self._connect_timeout, edge.check)
 
@@ -258,7 +259,7 @@ class Joining:
         return connect_edges(self._endpoint, self.board.name, lives, seconds, meanwhile)
 
     def count_starts(self, peers: Collection[int]) -> dict[int, int]:
-        """How often each of these neighbours was started."""
+        """Returns how often each of these neighbours was started."""
         with asking():
             return self._members.newest_incarnations(peers)
 

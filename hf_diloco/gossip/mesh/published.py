@@ -1,9 +1,9 @@
-"""What nodes that are processes take from each other: a background thread for each neighbour answers.
+"""Published payloads between nodes in processes of their own: a background thread answers each neighbour's requests.
 
-asker -> node   1 byte: 1, the last one, please; or 0, this node ends
-node -> asker   int64: its length in bytes, -1 if there is none; then the payload
+asker -> node   1 byte: 1 requests the last payload, 0 means that the asker ends
+node -> asker   int64: length of the payload in bytes, -1 if there is none; then the payload
 
-All of one question goes with the same tag, which is its number.
+All transfers of a request have the same tag, the request's number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hf_diloco.transport.waiting import Deadline
 logger = logging.getLogger("hf_diloco")
 
 ENDED = "it has ended"
-"""Why a neighbour that left in order is there no more."""
+"""The reason for the loss of a neighbour that ended normally."""
 
 _NOTHING = -1
 _ASKS, _ENDS = 1, 0
@@ -37,15 +37,17 @@ _GOODBYE_SECONDS = 1.0
 
 
 class MeshPublished(Published):
-    """One process's end: two connections to each neighbour, one to ask over and one to be asked over.
+    """One process's end: two connections to each neighbour, one to send requests and one to answer them.
 
-    A neighbour that is gone, or takes longer than allowed, is reported once (`take_lost`), and has nothing to take
-    until `connect` has made new connections to it, which another thread may do. Others notice whom this node loses.
+    A neighbour that is gone, or exceeds the timeout, is reported once (`take_lost`). There is nothing to read from it
+    until `connect` has opened new connections, which another thread may do. A neighbour notices when this node drops
+    it.
 
     Args:
         endpoint: this node's; a payload may take as long as an exchange.
-        neighbours: whom it may ask and who may ask it. Links go both ways: each has the other in its list.
-        name: tells the links from others in the store.
+        neighbours: the nodes that this one may read from, and that may read from it. Links go both ways: each node has
+            the other in its list.
+        name: identifies the links in the store.
     """
 
     def __init__(self, endpoint: Endpoint, neighbours: Collection[int], name: str = "published") -> None:
@@ -55,28 +57,28 @@ class MeshPublished(Published):
         self._timeout = endpoint.timeout
         self._name = name
         self._lock = threading.Lock()
-        self._links: dict[int, _Links] = {}  # to those who are there
+        self._links: dict[int, _Links] = {}  # to connected neighbours
         self._newly_lost: dict[int, str] = {}
-        self._ended: SimpleQueue[tuple[_Links, str]] = SimpleQueue()  # in their own threads, and why
+        self._ended: SimpleQueue[tuple[_Links, str]] = SimpleQueue()  # links whose threads have ended, and why
         self._is_closed = False
         atexit.register(self.close)  # threads that Gloo wakes while the interpreter shuts down abort the process
 
     @property
     def lost(self) -> set[int]:
-        """Neighbours from whom there is nothing to take."""
+        """Neighbours that are not connected."""
         return {peer for peer in self._neighbours if peer not in self._links}
 
     def connect(self, peer: int, life: str, timeout: float, meanwhile: Callable[[], None] | None = None) -> None:
-        """Makes the connections to a neighbour, which does the same. Call it for neighbours in order of their numbers.
+        """Opens the connections to a neighbour, which must do the same. Call it for neighbours in numerical order.
 
         Args:
             peer: the neighbour.
-            life: tells them from earlier ones between the two; the same at both ends.
-            timeout: seconds that it may take.
-            meanwhile: called now and then while the neighbour is waited for; what it raises ends that.
+            life: distinguishes the connections from earlier ones between the two; the same at both ends.
+            timeout: timeout for connecting in seconds.
+            meanwhile: polled while this node waits for the neighbour; an exception that it raises ends the wait.
 
         Raises:
-            IslandLostError: the neighbour did not connect in time.
+            IslandLostError: the neighbour did not connect within the timeout.
         """
         made: dict[int, Edge] = {}
         low, high = ends = sorted((self.node, peer))
@@ -104,19 +106,19 @@ class MeshPublished(Published):
             self._lose(links, self._say_why(links, deadline, "answer"))
             payload, traffic = None, Traffic()
         except PayloadError:
-            self.drop(node)  # what it sends is not read: nothing more can come over this connection
+            self.drop(node)  # the payload stays unread, so the connection cannot be used any more
             raise
         return payload, traffic + Traffic(self._versioned.take_count())
 
     def take_lost(self) -> dict[int, str]:
-        """The neighbours that were lost since the last call, each with the reason in words. Does not block."""
+        """Returns the neighbours lost since the last call, each with the reason in words. Does not block."""
         while not self._ended.empty():
             self._lose(*self._ended.get())
         lost, self._newly_lost = self._newly_lost, {}
         return lost
 
     def drop(self, peer: int) -> None:
-        """Lets go of a neighbour, which then finds this node lost."""
+        """Disconnects from a neighbour, to which this node is then lost."""
         links = self._links.pop(peer, None)
         if links is not None:
             links.close()
@@ -135,19 +137,19 @@ class MeshPublished(Published):
                 one.thread.join(_JOIN_SECONDS)
 
     def _lose(self, links: _Links, reason: str) -> None:
-        """Closes links; their neighbour is lost unless it has newer ones."""
+        """Closes links; marks their neighbour as lost, unless it has newer links."""
         if self._links.get(links.peer) is links:
             del self._links[links.peer]
             self._newly_lost[links.peer] = reason
         links.close()
 
     def _install(self, links: _Links) -> None:
-        """Has a thread answer, and takes the place of earlier links, which end by themselves."""
+        """Starts the thread that answers over these links, which replace earlier ones; those end by themselves."""
         links.thread = threading.Thread(
             target=self._serve,
             args=(links,),
             name=f"hf-diloco-published-{links.peer}",
-            daemon=True,  # one that waits for a request must not keep the process
+            daemon=True,  # a thread that waits for a request must not keep the process alive
         )
         with self._lock:
             if self._is_closed:
@@ -162,7 +164,7 @@ class MeshPublished(Published):
         try:
             edge.send(torch.tensor([_ASKS], dtype=torch.uint8), transfers, with_checksum=False)
             edge.receive(length, transfers, with_checksum=False)
-            edge.wait(transfers, deadline)  # what that moved is protocol, not payload
+            edge.wait(transfers, deadline)  # this traffic is protocol, not payload, so it is not counted
             num_bytes = int(length)
             if num_bytes == _NOTHING:
                 return None, Traffic()
@@ -188,7 +190,7 @@ class MeshPublished(Published):
                 self._answer(edge, deadline)
                 deadline = None
         except (RuntimeError, ExchangeError) as error:
-            # A record that held the error would hold the sockets.
+            # Log the text only: a log record with the error would keep the sockets open.
             logger.info("node %d serves node %d no more: %s", self.node, links.peer, str(error))
         self._ended.put((links, self._say_why(links, deadline, "take what it asked for")))
 
@@ -209,13 +211,13 @@ class MeshPublished(Published):
         if deadline is not None and deadline.is_over:
             return f"it did not {what} within {self._timeout:g} s"
         if links.thread is not None and links.thread is not threading.current_thread():
-            links.thread.join(_GOODBYE_SECONDS)  # which hears a goodbye; the same end broke both connections
+            links.thread.join(_GOODBYE_SECONDS)  # the thread may receive the goodbye of a neighbour that has ended
         return ENDED if links.has_ended else "its connection broke"
 
 
 @dataclass(eq=False)
 class _Links:
-    """The connections to a neighbour, the thread that answers it, and whether it has said that it ends."""
+    """The connections to a neighbour, the thread that answers it, and whether the neighbour has said goodbye."""
 
     asked: Edge
     answered: Edge
@@ -228,7 +230,7 @@ class _Links:
         return self.asked.peer
 
     def say_goodbye(self) -> None:
-        """Tells the neighbour that this node ends, if it can be told at once."""
+        """Tells the neighbour that this node ends, unless sending takes longer than a moment."""
         transfers = self.asked.begin()
         try:
             self.asked.send(torch.tensor([_ENDS], dtype=torch.uint8), transfers, with_checksum=False)
@@ -239,7 +241,7 @@ class _Links:
             transfers.drop()
 
     def close(self) -> None:
-        """Closes the sockets at once, which wakes both nodes; may be called more than once."""
-        self.answered.wake()  # or the wait for a request would keep them
+        """Closes the sockets at once, which ends the waits of both nodes; may be called more than once."""
+        self.answered.wake()  # or the wait for a request would keep the sockets open
         self.answered.close()
         self.asked.close()

@@ -1,24 +1,25 @@
-"""How a node comes back while the others go on: the side of its neighbours. And how a link comes back.
+"""How a restarted node rejoins while the others go on: its neighbours' side. And how two running nodes reconnect.
 
-Nothing here waits for a returning node before it is there, and nothing is done while nobody is lost. A neighbour that
-has greeted it connects when it says so, in a thread of its own: whoever leaves again meanwhile keeps nobody else out.
+Nothing here waits for a restarted node before it is back, and there is no work while no node is lost. A neighbour that
+has greeted the restarted node connects once that node asks for it, in a thread of its own: a node that leaves again
+meanwhile does not keep others out.
 
     greet/NODE/START/PEER              a neighbour has seen that NODE is back
-    entry/NODE/START/company           the neighbours to whom NODE connects: those that had greeted it in time
-    again/LOW-HIGH/STARTS              how often the lower one of two that both go on has tried to connect again
+    entry/NODE/START/company           the neighbours that NODE connects to: those that greeted it in time
+    again/LOW-HIGH/STARTS              how often the lower one of two running nodes has tried to reconnect
 
-Where nodes are in step, a neighbour agrees with the one that is back on a step to come; see `entry` for the keys below
-`entry/NODE/START`. At its beginning each neighbour sends its parameters over the new edge, waits for one byte
-back, and from then on the edge is as any other.
+If nodes are in lockstep, each neighbour agrees with the restarted node on a future step; see `entry` for the keys
+below `entry/NODE/START`. When that step begins, each neighbour sends its parameters over the new edge, and waits for
+one byte in return. From then on the edge is like any other.
 
-Where each steps at its own pace, and takes what others published:
+If nodes are not in lockstep, and read each other's published payloads:
 
     entry/NODE/START/asks/PEER         NODE is ready to receive from a neighbour
 
-At the beginning of its next step the neighbour sends the number of that step and its parameters.
+At the beginning of its next step, the neighbour sends the number of that step and its parameters.
 
-Two nodes that both go on, and have lost each other, as their connection broke or both returned at the same time, look
-for each other in the same way. Neither begins anew: from a step on which they agree, the edge is as any other.
+Two running nodes may lose each other: their connection broke, or both were restarted at the same time. They look for
+each other in the same way. Both keep their parameters: from an agreed step on, the edge is like any other.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from hf_diloco.gossip.mesh.store import company_key, entry_prefix, greeting_key,
 from hf_diloco.transport.connections import Transfers
 
 MAX_REST_SECONDS = 600.0
-"""A link that breaks again and again backs off for one second, doubling up to this limit."""
+"""Reconnecting a link that breaks repeatedly backs off for one second, doubling up to this limit."""
 
 
 @dataclass
 class Arrival:
-    """A neighbour that is connected again.
+    """A neighbour that has reconnected.
 
     Attributes:
-        edge: to it.
-        is_new: it begins with its neighbours' mean; or else it has gone on, as this node has.
-        start: which of its starts this is.
-        agreement: on the step from which on it takes part, where nodes are in step.
+        edge: the new edge to the neighbour.
+        is_new: whether the neighbour was restarted, and begins with its neighbours' mean; False: it has gone on.
+        start: the number of its current start.
+        agreement: on the step from which the neighbour takes part, if nodes are in lockstep.
     """
 
     edge: Edge
@@ -61,16 +62,16 @@ class Arrival:
 
 
 class Reception:
-    """Looks for lost neighbours in a thread of its own, connects to each in another one, and lets them in.
+    """Looks for lost neighbours in one thread, connects to each in a thread of its own, and lets them in.
 
     Args:
         joining: this node's.
         num_nodes: n.
-        straggler_timeout: how long this node waits for those who are let in.
+        straggler_timeout: the timeout for nodes that are let in.
 
     Attributes:
-        has_begun: this node takes steps.
-        is_given_up: others have noted, while this node looked for lost ones, that they have lost it.
+        has_begun: whether this node takes steps.
+        is_given_up: whether other nodes have reported this node as lost; updated while it looks for lost neighbours.
     """
 
     def __init__(self, joining: Joining, num_nodes: int, straggler_timeout: StragglerTimeout) -> None:
@@ -84,25 +85,25 @@ class Reception:
         self._num_nodes = num_nodes
         self._straggler_timeout = straggler_timeout
         self._lock = threading.Lock()
-        self._lost: dict[int, float] = {}  # and when they may be connected to again
-        self._num_again = dict.fromkeys(joining.starts, 0)  # how often each was connected to again
-        self._attempts: dict[str, int] = {}  # of others to connect to this node again, which it has seen
-        self._greeted: dict[int, int] = {}  # neighbours that wait to be let in, and which of their starts that is
-        self._answered: dict[int, int] = {}  # likewise, that have said to whom they connect
+        self._lost: dict[int, float] = {}  # lost neighbours, each with the time from which it may be reconnected
+        self._num_again = dict.fromkeys(joining.starts, 0)  # how often this node reconnected to each
+        self._attempts: dict[str, int] = {}  # the last attempts of others to reconnect that this node has seen
+        self._greeted: dict[int, int] = {}  # neighbours that wait to be let in, and the number of their start
+        self._answered: dict[int, int] = {}  # likewise, of those that have published to which nodes they connect
         self._connecting: set[int] = set()
         self._arrivals: dict[int, Arrival] = {}
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def begin(self) -> None:
-        """Begins to connect to nodes that return, as this node takes steps now."""
+        """Begins to connect to restarted nodes, as this node takes steps now."""
         if not self.has_begun:
             self.has_begun = True
             self._joining.begin()
             self.look_for([])
 
     def look_for(self, peers: Collection[int]) -> None:
-        """Begins to look for these too."""
+        """Begins to look for these nodes too."""
         now = time.monotonic()
         with self._lock:
             self._lost.update({peer: now + _rest_seconds(self._num_again[peer]) for peer in peers})
@@ -111,22 +112,22 @@ class Reception:
                 self._thread.start()
 
     def let_in(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Arrival]:
-        """Lets nodes that came back take part.
+        """Lets reconnected nodes take part.
 
         Args:
             x: this node's parameters.
             step: the step that begins.
-            is_in_step: whether nodes take their steps together; all then let a node in at the same one.
+            is_in_step: whether nodes are in lockstep; if so, all let a node in at the same step.
 
         Returns:
-            Those who take part from this step on.
+            The nodes that take part from this step on.
         """
         entered: dict[int, Arrival] = {}
         for peer, one in sorted(self._arrivals.items()):  # all in the same order: two nodes may enter at this step
             try:
                 one.edge.check()
                 is_in = (self._is_let_in if is_in_step else self._is_free_to_enter)(peer, one, x, step)
-            except DiLoCoError:  # gone again; or the store, which is said where it is needed
+            except DiLoCoError:  # the node is gone again; or the store, whose loss other calls report
                 self.turn_away([peer])
                 continue
             if is_in:
@@ -135,7 +136,7 @@ class Reception:
         return entered
 
     def turn_away(self, peers: Collection[int]) -> None:
-        """Disconnects those that do not take part yet; they have to come again."""
+        """Disconnects nodes that do not take part yet; they have to reconnect."""
         for peer in set(peers) & self._arrivals.keys():
             self._arrivals.pop(peer).edge.close()
             self.look_for([peer])
@@ -166,16 +167,16 @@ class Reception:
                     with self._lock:  # `_connect_to` moves a peer out of both at once
                         if peer in self._connecting or peer not in self._lost:
                             continue
-                    with suppress(PayloadError):  # from one of them: the others are looked for all the same
+                    with suppress(PayloadError):  # an invalid record of one node must not end the search for others
                         self._look_for_one(peer, heard.get(peer))
-            except DiLoCoError:  # the store does not answer now; without it nobody finds the way back
+            except DiLoCoError:  # the store does not answer now; try again later, as no node can return without it
                 pass
             time.sleep(LOOK_SECONDS)
 
     def _look_for_one(self, peer: int, announcement: Announcement | None) -> None:
         if announcement is not None:
             self._starts[peer] = announcement.start
-        if announcement is not None and announcement.said.phase == "joining":  # it waits to be let in
+        if announcement is not None and announcement.said.phase == "joining":  # the peer waits to be let in
             self._greet(peer, announcement.start)
         elif peer in self._greeted:
             self._join(peer, self._greeted[peer])
@@ -183,7 +184,7 @@ class Reception:
             self._meet_again(peer, announcement)
 
     def _greet(self, peer: int, start: int) -> None:
-        """Tells a neighbour that waits to be let in that this node is there."""
+        """Tells a neighbour that waits to be let in that this node is running."""
         if self._answered.get(peer) == start:
             return
         self._greeted[peer] = start
@@ -192,7 +193,7 @@ class Reception:
             self._board.put(greeting, {})
 
     def _join(self, peer: int, start: int) -> None:
-        """Connects to a neighbour that was greeted, if it connects to this node; once, as the neighbour tries once."""
+        """Connects to a greeted neighbour if it lists this node; once, as the neighbour tries once too."""
         company = self._board.read(company_key(peer, start), peer)
         if company is None:
             return
@@ -203,7 +204,7 @@ class Reception:
             self._connect_to(peer, 0, answers)
 
     def _meet_again(self, peer: int, announcement: Announcement | None) -> None:
-        """Connects to a neighbour that goes on, and looks for this node: the lower one of the two says when."""
+        """Reconnects to a running neighbour that misses this node: the lower one of the two decides when."""
         low, high = sorted((self._node, peer))
         attempts = f"again/{low}-{high}/{edge_life({self._node: self._joining.start, peer: self._starts[peer]})}"
         agreement: Agreement
@@ -252,7 +253,7 @@ class Reception:
     # At the beginning of a step.
 
     def _is_let_in(self, peer: int, one: Arrival, x: torch.Tensor, step: int) -> bool:
-        """Whether it is the step on which they agreed; who is new then has the parameters."""
+        """Whether `step` is the agreed one; if so, a restarted node has received the parameters on return."""
         if not one.agreement.is_now(step):
             return False
         if one.is_new:
@@ -269,27 +270,27 @@ class Reception:
         self._wait(edge, transfers)
 
     def _receive_word(self, edge: Edge) -> None:
-        """Returns when a node that was given the parameters has those of its other neighbours too."""
+        """Waits until a node that received this node's parameters also has those of its other neighbours."""
         transfers = edge.begin()
         edge.receive(torch.empty(1, dtype=torch.uint8), transfers)
         self._wait(edge, transfers)
 
     def _wait(self, edge: Edge, transfers: Transfers) -> None:
-        """Says so meanwhile: neighbours, and the node that is let in, may have to wait for this one."""
+        """Waits for transfers, and reports the wait: neighbours, and the node let in, may be waiting for this node."""
         self._straggler_timeout.begin_other(f"letting node {edge.peer} in")
         self._straggler_timeout.wait_for(edge, transfers)
 
-    # At the beginning of a step, where each node takes its own.
+    # At the beginning of a step, without lockstep.
 
     def _is_free_to_enter(self, peer: int, one: Arrival, x: torch.Tensor, step: int) -> bool:
-        """Whether the node has gone on, or was ready and now has the parameters: nobody waits but for the wire."""
+        """Whether the node may enter: it has gone on, or asked for the parameters and got them. Waits only to send."""
         if not one.is_new:
             self._board.remove(lost_key(peer))
             return True
         if not self._board.has(f"{entry_prefix(peer, one.start)}/asks/{self._node}"):
             return False
         self._give(one.edge, torch.tensor([step]), x)
-        self._board.count("returned", 1)  # before this node's next average, which is with the one that is back
+        self._board.count("returned", 1)  # before this node's next average, which includes the restarted node
         return True
 
 

@@ -1,4 +1,4 @@
-"""What nodes of a mesh leave for each other in the store: small, and off the way that their vectors take."""
+"""Small records that nodes of a mesh write for each other to the store, apart from the connections for vectors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KEEPER = 0
 
 
 def lost_key(node: int) -> str:
-    """The key under which nodes note that they have lost another one."""
+    """The key under which other nodes report that they have lost `node`."""
     return f"lost/{node}"
 
 
 def greeting_key(node: int, start: int, peer: int) -> str:
-    """The key under which `peer` says that it has seen `node`'s start."""
+    """The key under which `peer` confirms that it has seen this start of `node`."""
     return f"greet/{node}/{start}/{peer}"
 
 
@@ -34,15 +34,15 @@ def entry_prefix(node: int, start: int) -> str:
 
 
 def company_key(node: int, start: int) -> str:
-    """The key under which `node` says which neighbours it connects to after one of its starts."""
+    """The key under which `node` lists the neighbours that it connects to after this start."""
     return f"{entry_prefix(node, start)}/company"
 
 
 class Board:
-    """Access to small records in the store, which node 0 keeps; for any number of threads.
+    """Reads and writes small records in the store, which node 0 hosts; thread-safe.
 
     Args:
-        store: reaches all nodes.
+        store: shared by all nodes.
         name: of the mesh, unique in the store.
     """
 
@@ -50,16 +50,16 @@ class Board:
         self._store = store
         self._putting = threading.Lock()
         self._pending: dict[str, Record] = {}
-        self._is_putting = False  # in a thread; one at a time, or an earlier record may come after a later one
+        self._is_putting = False  # in a thread; one at a time, so that an older record never replaces a newer one
         self.name = name
 
     def put(self, key: str, record: Record) -> None:
-        """Shows a record under `key`, in place of an earlier one."""
+        """Writes a record under `key`; replaces an earlier one."""
         packed = pack_record(key, record).decode()
         self._ask(lambda: self._store.set(self._path(key), packed))
 
     def put_later(self, key: str, record: Record) -> None:
-        """As `put`, without waiting for the store; of several records of this node the last one counts."""
+        """Like `put`, without waiting for the store; of several records under one key the last one counts."""
         with self._putting:
             is_idle, self._is_putting = not self._is_putting, True
             self._pending[key] = record
@@ -73,32 +73,32 @@ class Board:
                 if not taken:
                     self._is_putting = False
                     return
-            with suppress(DiLoCoError):  # a store that is gone is reported where it is needed
+            with suppress(DiLoCoError):  # calls that need the store report its loss
                 for key, record in taken.items():
                     self.put(key, record)
 
     def put_first(self, key: str, record: Record, node: int = KEEPER) -> Record:
-        """Shows a record under `key` unless there is one; returns the one that is there then.
+        """Writes a record under `key` unless there is one; returns the record that is there afterwards.
 
         Args:
             key, record: see `put`.
-            node: who else may have written it, for messages.
+            node: the node that may have written the other record, for messages.
         """
         packed = pack_record(key, record).decode()
         return unpack_record(key, node, self._ask(lambda: self._store.create(self._path(key), packed)))
 
     def read(self, key: str, node: int = KEEPER) -> Record | None:
-        """The record under `key`, which `node` wrote; None if there is none. Raises as `read_all`."""
+        """Returns the record under `key`, written by `node`; None if there is none. Raises like `read_all`."""
         return self.read_all({node: key}).get(node)
 
     def read_all(self, keys: Mapping[int, str]) -> dict[int, Record]:
-        """The records that are there, in one question.
+        """Reads the existing records among `keys`, in one request.
 
         Args:
-            keys: by the node that writes each.
+            keys: each by the node that writes it.
 
         Raises:
-            PayloadError: what is there is no record.
+            PayloadError: a value is not a valid record.
         """
         return {node: unpack_record(keys[node], node, packed) for node, packed in self._find(keys).items()}
 
@@ -107,26 +107,26 @@ class Board:
         return bool(self.who_has({KEEPER: key}))
 
     def who_has(self, keys: Mapping[int, str]) -> Collection[int]:
-        """The nodes whose keys are there, in one question; see `read_all`."""
+        """Returns the nodes whose keys exist, in one request; see `read_all`."""
         return self._find(keys).keys()
 
     def remove(self, key: str) -> None:
-        """Takes a record away, if there is one."""
+        """Removes a record, if there is one."""
         self._ask(lambda: self._store.remove(self._path(key)))
 
     def count(self, key: str, more: int = 0) -> int:
-        """Adds to a number, from 0, which all can; returns the sum."""
+        """Adds to a shared counter that starts at 0; returns the sum."""
         return self._ask(lambda: self._store.add(self._path(key), more))
 
     def await_all(
         self, keys: Mapping[int, str], seconds: float, meanwhile: Callable[[Collection[int]], None]
     ) -> dict[int, Record]:
-        """As `read_all`, once all are there, or `seconds` are over.
+        """Like `read_all`, but waits until all records exist, or until the timeout.
 
         Args:
             keys: see `read_all`.
-            seconds: to wait.
-            meanwhile: called now and then with the nodes that are missing; what it raises ends the wait.
+            seconds: the timeout.
+            meanwhile: polled with the missing nodes; an exception that it raises ends the wait.
         """
         deadline, await_news = time.monotonic() + seconds, self.news()
         while True:
@@ -138,7 +138,7 @@ class Board:
             await_news()
 
     def news(self) -> Callable[[], object]:
-        """See `ValueStore.news`; of any record of the mesh."""
+        """See `ValueStore.news`; for any record of the mesh."""
         wait = self._store.news(self.name)
         return lambda: self._ask(wait)
 
@@ -157,7 +157,7 @@ class Board:
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Where the store does not answer inside, that is an `IslandLostError`."""
+    """Turns a `StoreError` inside into an `IslandLostError` of node 0, which hosts the store."""
     try:
         yield
     except StoreError:
