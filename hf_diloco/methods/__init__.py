@@ -1,1 +1,1 @@
-"""What is computed when islands synchronise: one registry per kind of method, one file per method."""
+"""What islands and nodes compute when they synchronise: one registry per kind of method, one file per method."""

@@ -1,4 +1,4 @@
-"""Methods of decentralised training as torch optimizers: one file each, which is all that they need."""
+"""Methods of decentralised training as torch optimizers, each defined by a single file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ METHODS: dict[str, type[GossipOptimizer]] = {
 
 
 def find_method(name: str) -> type[GossipOptimizer]:
-    """The method that `name` stands for: one of `METHODS` (with - or _), or a user's own, as FILE.py:CLASS.
+    """Returns the method of that name: one of `METHODS` (with - or _), or a user's own, as FILE.py:CLASS.
 
     Raises:
-        ConfigError: there is none, or it cannot be loaded; with the remedy.
+        ConfigError: there is no such method, or it cannot be loaded; the message has the remedy.
     """
     if is_own(name):
         return _own_method(name)
@@ -56,17 +56,17 @@ def make_optimizer(
     slowmo: SlowMoSettings | None = None,
     **settings: Any,
 ) -> GossipOptimizer:
-    """The optimizer of that name for one node.
+    """Makes the optimizer of that name for one node.
 
     Args:
         name: see `find_method`.
         params, neighbours, lr: see `GossipOptimizer`.
-        slowmo: of a slow momentum over the method; None: there is none.
+        slowmo: settings of a slow momentum over the method; None: no slow momentum.
         settings: the method's own.
 
     Raises:
-        ConfigError: no such method; a setting that it does not have, of another kind, or out of its range; it
-            diverges on the graph; SlowMo does not go with it.
+        ConfigError: no such method; a setting is unknown, of the wrong type or out of its range; the method diverges
+            on the graph, or cannot be combined with SlowMo.
     """
     method = find_method(name)
     accepted = _parameters(method)
@@ -100,11 +100,11 @@ _KINDS: dict[str, tuple[type, str]] = {
     "float": (Real, "a number"),
     "str": (str, "text"),
 }
-"""What a value of each type is, and what messages call it."""
+"""By annotation: the type that a value must have, and its name in messages."""
 
 
 def _check_kind(setting: str, value: object, annotation: object) -> None:
-    """Raises `ConfigError` if a value is of another kind than a plain annotation says."""
+    """Raises `ConfigError` if a value is not of the annotated type; checks plain annotations only."""
     written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     kind, words = _KINDS.get(written.removesuffix(" | None"), (object, ""))
     is_no_number = isinstance(value, bool) and kind in (Integral, Real)

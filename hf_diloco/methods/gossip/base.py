@@ -1,9 +1,9 @@
-"""What all decentralised methods share: flat vectors, parameter groups, weight decay, LARS, and what is saved.
+"""The base of all decentralised methods: flat vectors, parameter groups, weight decay, LARS, and saved state.
 
-A node's parameters lie in one flat vector, of which each parameter is a view, and so do its gradients and each part of
-a method's state. Hence a neighbour gets one message a step without packing, an operation on all parameters is one
-kernel, and a method reads like its equation. `torch._foreach` operations would leave the parameters where they are,
-but what is sent would have to be packed at every step.
+A node's parameters are views of one flat vector; so are its gradients and each part of a method's state. Hence a node
+sends a neighbour one message per step without packing, an operation on all parameters is one kernel, and a method
+reads like its equation. With `torch._foreach` operations the parameters could keep their own memory, but every step
+would have to pack the message.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from hf_diloco.transport.base import Traffic
 class GossipOptimizer(torch.optim.Optimizer, ABC):
     """One node's optimizer: `step()` takes a step and averages with the neighbours. Collective over the nodes.
 
-    All nodes must begin with equal parameters, in the same order. Move the model to its device before: parameters
-    become views of one vector; their values and memory formats stay. A gradient that is None counts as zero, since
-    neighbours wait for all of the vector; so does one that is not finite, with a warning. Weight decay applies all the
-    same. Gradient scalers skip steps: none fits.
+    All nodes must begin with equal parameters, in the same order. Move the model to its device first: parameters
+    become views of one vector; their values and memory formats do not change. A gradient that is None counts as zero,
+    since neighbours wait for the whole vector; so does a gradient that is not finite, with a warning. Weight decay
+    applies in both cases. Gradient scalers cannot be used, as they skip steps.
 
-    Settings, each of which a parameter group may have its own of:
+    Settings, which may differ between parameter groups:
 
-    - `lr`: γ. May be changed at any step, by torch's schedulers too; a method says what that means for its state.
+    - `lr`: γ. May change at any step, also through torch's schedulers; each method documents the effect on its state.
     - `momentum`: β, in methods that have it.
     - `weight_decay`: λ of the L2 penalty: λx is added to the gradient, as `torch.optim.SGD` does, not decoupled.
     - `lars`: η of layer-wise scaling (LARS, arXiv 1708.03888); 0 is without. Each tensor's gradient is replaced by
       η‖x‖ / (‖g‖ + λ‖x‖) (g + λx), or g + λx where a norm is 0, before anything else. Usually 0 for biases and norms.
 
     Attributes:
-        name, paper: what the setting calls the method; the arXiv number of its source, empty for none.
-        num_vectors: vectors of d values that each neighbour is sent in a step.
-        is_in_step: nodes take their steps together, none more than a few ahead of another.
-        state_names: the vectors that are kept from one step to the next, besides the parameters: d values each.
+        name, paper: the method's name in the settings; the arXiv number of its source, empty for none.
+        num_vectors: vectors of d values sent to each neighbour in a step.
+        is_in_step: whether nodes are in lockstep, none more than a few steps ahead of another.
+        state_names: names of the vectors in the method's state, besides the parameters: d values each.
         neighbours: this node's end of the graph.
-        traffic: what the last step moved.
+        traffic: traffic of the last step.
     """
 
     name: ClassVar[str]
@@ -68,7 +68,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             ConfigError: a setting is out of its range, or the method does not converge on the graph.
-            UnsupportedError: parameters of other or several types or devices.
+            UnsupportedError: parameters of other or several dtypes or devices.
         """
         super().__init__(params, {"lr": lr, **settings, "num_steps": 0, "last_lr": 0.0})
         self.neighbours = neighbours
@@ -88,10 +88,10 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         """Raises `ConfigError` if the method, with its settings, does not converge on the graph."""
 
     def add_slow_momentum(self, settings: SlowMoSettings) -> None:
-        """Has an outer step of SlowMo follow every `sync_every` steps; to be called before the first step.
+        """Adds an outer step of SlowMo after every `sync_every` steps; call it before the first step.
 
         Raises:
-            ConfigError: SlowMo does not go with the method.
+            ConfigError: SlowMo cannot be combined with the method.
             UnsupportedError: the nodes cannot average such parameters.
         """
         self.check_slow_momentum(settings)
@@ -100,7 +100,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self._slow = SlowMomentum(settings, self._flat.spans)
 
     def check_slow_momentum(self, settings: SlowMoSettings) -> None:
-        """Raises `ConfigError` if these settings of SlowMo do not go with the method."""
+        """Raises `ConfigError` if these settings of SlowMo cannot be combined with the method."""
 
     @abstractmethod
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         """
 
     def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors] | None:
-        """What `update` will mix, and where to, in a method that knows it before the gradient; None in others.
+        """Returns the inputs and outputs that `update` will mix, if known before the gradient; else None.
 
         Args:
             x: the parameters, flat.
@@ -121,27 +121,27 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def exchanges(self) -> tuple[Topology, int]:
-        """With whom nodes that are in step exchange, and every how many steps."""
+        """The graph of exchanges between nodes in lockstep, and the number of steps from one exchange to the next."""
         return self.neighbours.topology, 1
 
     @cached_property
     def received(self) -> torch.Tensor:
-        """A buffer of d values for what comes from the neighbours; made when a method first needs it."""
+        """A buffer of d values for the neighbours' average; allocated on first use."""
         return torch.empty_like(self._x)
 
     @property
     def num_steps(self) -> int:
-        """Steps taken so far; which weights a graph that changes has next."""
+        """Steps taken so far; selects the next weights of a graph that changes."""
         return int(self.param_groups[0]["num_steps"])
 
     @torch.no_grad()
     def begin_exchange(self) -> None:
-        """Starts what of this step's exchange is known before the gradient; call before the forward pass.
+        """Starts this step's exchange, if its data is known before the gradient; call it before the forward pass.
 
-        It then goes on behind forward and backward, and `step` waits for what is left of it. Every bit is the same
-        with it and without. The parameters must stay as they are until `step`; inside `averaged_weights` they are
-        others, which is allowed. Does nothing where what is sent depends on the gradient, where it has begun, and on
-        a node that is alone. What goes wrong in the exchange is raised by `step`.
+        The exchange then runs in the background of forward and backward, and `step` waits for its end. Results are
+        bit-identical with and without this call. The parameters must not change until `step`, except inside
+        `averaged_weights`. A no-op if the data depends on the gradient, if the exchange has already begun, or if the
+        node is alone. `step` raises any error of the exchange.
         """
         if self.neighbours.num_nodes == 1:
             return
@@ -162,17 +162,17 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes a step on this node, with the others.
+        """Takes a step on this node, together with the others.
 
         Args:
-            closure: evaluates the model anew, and returns the loss.
+            closure: reevaluates the model, and returns the loss.
 
         Returns:
             The closure's loss.
 
         Raises:
-            IslandLostError: a node did not come in time. The parameters are undefined.
-            ExchangeError: likewise; see `check_sent`.
+            IslandLostError: a node did not answer within the timeout. The parameters are undefined.
+            ExchangeError: values are not finite, see `check_sent`. The parameters are undefined.
         """
         loss = None
         if closure is not None:
@@ -205,11 +205,11 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self.traffic += slow.step(self._x, rates, averaged, self.neighbours)
         if buffers == "zero":
             self.begin_state(self._x)
-        self.neighbours.rekey()  # parameters went too far for codes of differences
+        self.neighbours.rekey()  # the outer step moves the parameters too far for encoded differences
 
     @property
     def flat_parameters(self) -> torch.Tensor:
-        """All parameters as one vector, in the order in which nodes send them; to be read.
+        """All parameters as one vector, in the order in which nodes send them; read only.
 
         Raises:
             UnsupportedError: an exchange has begun.
@@ -220,16 +220,16 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def begin_at(self, enter: Callable[[torch.Tensor], int]) -> int:
-        """Begins anew in the midst of a run that went on without this node.
+        """Enters a run that went on without this node, with the initial state of the method.
 
         Args:
-            enter: overwrites the flat parameters with those to begin from, and returns the step that is next.
+            enter: overwrites the flat parameters with the new ones, and returns the next step.
 
         Returns:
-            That step. The method's state is as at its first step.
+            The next step.
 
         Raises:
-            UnsupportedError: the method's state cannot begin anew on one node, or an exchange has begun.
+            UnsupportedError: the method's state cannot be reset on one node alone, or an exchange has begun.
         """
         self._check_nothing_begun()
         self.check_entry()
@@ -240,7 +240,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def begin_training(self) -> None:
-        """Goes on from the parameters as they are with a first step; to be called on all nodes.
+        """Resets the method's state and the number of steps, but keeps the parameters; call it on all nodes.
 
         Raises:
             UnsupportedError: an exchange has begun.
@@ -250,7 +250,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self._begin_anew(0)
 
     def check_entry(self) -> None:
-        """Raises `UnsupportedError` if the method's state cannot begin anew on one node."""
+        """Raises `UnsupportedError` if the method's state cannot be reset on one node alone."""
 
     def _begin_anew(self, step: int) -> None:
         self.begin_state(self._x)
@@ -260,26 +260,26 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             group.update(num_steps=step, last_lr=0.0)
 
     def begin_state(self, x: torch.Tensor) -> None:
-        """Makes the state that of a first step from `x`, flat: momentum is 0."""
+        """Sets the method's state to that of a first step from `x`, flat: momentum is 0."""
         for vector in self._vectors.values():
             vector.zero_()
 
     def average_gradient(self, g: torch.Tensor) -> None:
-        """Averages the gradient over all nodes, in a method that does."""
+        """Averages the gradient over all nodes, in methods that do so; a no-op in others."""
 
     def check_sent(self, *vectors: torch.Tensor) -> None:
-        """Raises `ExchangeError` if what is to be sent is not finite: others would take it over."""
-        if not self._has_begun:  # or they are on their way
+        """Raises `ExchangeError` if a vector to be sent is not finite, as it would spread to the neighbours."""
+        if not self._has_begun:  # if the exchange has begun, the vectors were checked and sent already
             check_finite(vectors, self.neighbours.node, self.num_steps)
 
     def mix(
         self, vector: torch.Tensor, out: torch.Tensor, topology: Topology | None = None, step: int | None = None
     ) -> torch.Tensor:
-        """Σ_j w_ij vector_j, in `out`, which must not overlap `vector`.
+        """Writes Σ_j w_ij vector_j to `out`, which must not overlap `vector`, and returns `out`.
 
         Args:
-            vector, out: of one size; what this node gives stays as it is.
-            topology, step: whose weights, see `Neighbours.mix`. Default: this step's.
+            vector, out: of equal size; `vector` is not modified.
+            topology, step: select the weights, see `Neighbours.mix`. Default: those of this step.
         """
         self.check_sent(vector)
         step = self.num_steps if step is None else step
@@ -287,33 +287,33 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         return out
 
     def mix_together(self, vectors: Vectors, outs: Vectors) -> None:
-        """As `mix` for several vectors, which travel together."""
+        """Like `mix`, for several vectors that travel together."""
         self.check_sent(*vectors)
         self.traffic += self.neighbours.mix(vectors, outs, self.num_steps)
 
     def vector(self, name: str) -> torch.Tensor:
-        """One of `state_names`: flat, of d values."""
+        """Returns one of `state_names`: flat, of d values."""
         return self._vectors[name]
 
     def replace_vector(self, name: str, vector: torch.Tensor) -> torch.Tensor:
-        """Puts another in the place of one of `state_names`; returns the one that was there."""
+        """Replaces one of `state_names` by another vector; returns the old one."""
         old, self._vectors[name] = self._vectors[name], vector
         self._show_state()
         return old
 
     def parts(self) -> Iterator[Part]:
-        """The flat vectors, cut where settings change; on a processor also into what stays in its cache."""
+        """Cuts the flat vectors by parameter group; on a CPU also into pieces that fit its cache."""
         return self._flat.parts(self.param_groups)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[float]:
-        """The parameters are the mean over all nodes inside, to evaluate or save. Collective over the nodes.
+        """Sets the parameters to the mean over all nodes inside, to evaluate or save. Collective over the nodes.
 
         Yields:
-            ‖x_i - x̄‖² / ‖x̄‖², how far this node's own are from the mean.
+            ‖x_i - x̄‖² / ‖x̄‖², the relative squared distance of this node's parameters from the mean.
 
         Raises:
-            IslandLostError: a node did not come in time. The parameters are what they were.
+            IslandLostError: a node did not answer within the timeout. The parameters are unchanged.
         """
         self._adopt()
         self.check_sent(self._x)
@@ -329,21 +329,23 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             self._x.copy_(own)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made: all nodes would have to begin to send more at the same step."""
+        """Raises `UnsupportedError` after construction: all nodes would have to send more from the same step on."""
         if hasattr(self, "_flat"):
             raise UnsupportedError(f"{self.name}: parameters cannot be added; give all when the optimizer is made")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the outer state of SlowMo."""
+        """Like torch's, with the outer state of SlowMo."""
         state = super().state_dict()
         return state if self._slow is None else {**state, "slowmo": self._slow.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but of settings lr alone. With the parameters, which the model saves, a run goes on bit for bit.
+        """Like torch's, but restores only `lr` of the settings.
+
+        Together with the parameters, which the model's checkpoint holds, a run resumes bit for bit.
 
         Raises:
-            CheckpointError: the state is another method's, or was saved with SlowMo and there is none, or conversely.
+            CheckpointError: the state is another method's, or only one of the saved run and this one has SlowMo.
             UnsupportedError: an exchange has begun.
         """
         self._check_nothing_begun()
@@ -358,7 +360,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         with own_settings(self):
             super().load_state_dict(state_dict)
         for group in self.param_groups:
-            group.setdefault("last_lr", 0.0)  # of an earlier version
+            group.setdefault("last_lr", 0.0)  # for states of an earlier version
         for name, vector in self._vectors.items():
             for parameter, view in zip(self._flat.parameters, self._flat.views(vector), strict=True):
                 if name not in self.state[parameter]:
@@ -367,7 +369,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self._show_state()
 
     def _check_nothing_begun(self) -> None:
-        """Raises `UnsupportedError` between `begin_exchange` and `step`: neighbours have been sent this state."""
+        """Raises `UnsupportedError` between `begin_exchange` and `step`: the current parameters were already sent."""
         if self._has_begun:
             raise UnsupportedError(
                 f"{self.name}: neighbours have been sent the parameters of step {self.num_steps}: take that step "
@@ -375,7 +377,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             )
 
     def _show_state(self) -> None:
-        """Lets `state_dict` see the vectors, cut into parameters; they stay the same memory."""
+        """Puts views of the vectors, one per parameter, into `state`, where `state_dict` finds them."""
         for name, vector in self._vectors.items():
             for parameter, view in zip(self._flat.parameters, self._flat.views(vector), strict=True):
                 self.state[parameter][name] = view

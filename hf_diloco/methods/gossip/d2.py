@@ -2,12 +2,12 @@
 
     x⁺ = W̄ (2x - x⁻ - γ (g - g⁻)),    W̄ = (I + W) / 2;  the first step is x⁺ = W̄ (x - γ g)
 
-in the form of exact diffusion, which keeps one vector, ψ⁻ = x⁻ - γ⁻ g⁻:
+implemented as exact diffusion, whose state is one vector, ψ⁻ = x⁻ - γ⁻ g⁻:
 
     ψ = x - γ g;  φ = ψ + min(1, γ / γ⁻) (x - ψ⁻);  x⁺ = W̄ φ;  ψ⁻ ← ψ
 
-Sends φ: d values to each neighbour. The limit is the solution itself, however the nodes' data differ. D² needs a fixed
-symmetric graph with all eigenvalues above -1/3; those of W̄ are from 0 on. It has no momentum.
+Sends φ: d values to each neighbour. The limit is the exact solution, however much the nodes' data differ. D² needs a
+fixed symmetric graph with all eigenvalues above -1/3; those of W̄ are never below 0. It has no momentum.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _workspace = Workspace()
 class D2(GossipOptimizer):
     """Equations and sources above.
 
-    The correction x - ψ⁻ sums to 0 over all nodes. Thus their mean is x̄⁺ = x̄ - γ ḡ whatever γ does. Of the nodes that
-    are left when one is lost it sums to what that one's gradient moved: at a constant γ they still go to the solution
-    of all. The correction falls with γ, or that sum would carry them off in the end; it does not rise with γ, as it
-    would throw nodes apart. Rounding errors add up in the sum, too, and nothing damps them: in fp32 the solution is
-    missed by 1e-6 at γ = 0.1 and by 2e-3 at γ = 0.01 (8 nodes on a ring, values and curvatures near 1).
+    The correction x - ψ⁻ sums to 0 over all nodes. Thus their mean is x̄⁺ = x̄ - γ ḡ for any schedule of γ. When a node
+    is lost, the sum over the remaining nodes equals the step of the lost node's gradient: at a constant γ they still
+    converge to the solution of all nodes. The correction shrinks when γ falls, or that sum would drive the nodes away
+    in the end; it does not grow when γ rises, as that would drive nodes apart. Rounding errors add up in the sum, too,
+    and nothing damps them: in fp32 the error of the solution is 1e-6 at γ = 0.1 and 2e-3 at γ = 0.01 (8 nodes on a
+    ring, values and curvatures near 1).
     """
 
     name = "d2"
@@ -50,7 +51,7 @@ class D2(GossipOptimizer):
             params, neighbours, lr, weight_decay, lars: see `GossipOptimizer`.
 
         Raises:
-            ConfigError: the graph is directed, or changes.
+            ConfigError: the graph is directed, or changes over time.
         """
         super().__init__(params, neighbours, lr, weight_decay=weight_decay, lars=lars)
 
@@ -75,7 +76,7 @@ class D2(GossipOptimizer):
         return PeriodicTopology(graph.name, (np.eye(graph.num_nodes) + graph.weights()) / 2)
 
     def begin_state(self, x: torch.Tensor) -> None:
-        """As at a first step. A node that does so alone takes its part of the correction away: some bias stays."""
+        """Resets the state. If one node does so alone, its part of the correction is lost, and some bias remains."""
         self.vector("previous_descent").copy_(x)
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:

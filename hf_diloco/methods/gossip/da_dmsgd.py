@@ -1,11 +1,11 @@
-"""DA-DmSGD: decentralised SGD whose momentum is averaged as well, "double averaging" (arXiv 1905.03817).
+"""DA-DmSGD: decentralised SGD that also averages the momentum, "double averaging" (arXiv 1905.03817).
 
     m̂_i = β m_i + g_i
     x_i ← Σ_j w_ij (x_j - γ m̂_j)
     m_i ← Σ_j w_ij m̂_j
 
-Sends 2d values to each neighbour, in one message. In the limit m̂ = (I - βW)⁻¹ g, so that momentum amplifies what the
-gradients have in common, as it should, and what they differ in less than DmSGD does.
+Sends 2d values to each neighbour, in one message. In the limit m̂ = (I - βW)⁻¹ g: momentum amplifies the common part of
+the gradients, as it should, and amplifies their differences less than DmSGD does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
 class DADmSGD(MomentumOptimizer):
-    """Equations and source above. m is in units of gradients: a γ that changes acts on all of it at once."""
+    """Equations and source above. m is in units of gradients: a change of γ applies to all of m at once."""
 
     name = "da-dmsgd"
     paper = "1905.03817"

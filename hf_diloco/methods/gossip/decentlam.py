@@ -1,4 +1,4 @@
-"""DecentLaM: decentralised momentum without the bias that momentum adds (arXiv 2104.11981).
+"""DecentLaM: decentralised SGD with momentum, without the bias that momentum adds (arXiv 2104.11981).
 
     y_i = x_i - γ g_i
     g̃_i = (x_i - Σ_j w_ij y_j) / γ
@@ -6,12 +6,12 @@
     x_i ← x_i - γ m_i
 
 DSGD is gradient descent with the gradient g̃; DecentLaM is momentum SGD with it. Sends y: d values to each neighbour.
-The limit is where g̃ = 0: DSGD's, for any β; with β = 0 it is DSGD. At constant γ it equals the heavy ball
-x⁺ = W (x - γ g) + β (x - x⁻).
+The limit is where g̃ = 0, which is that of DSGD, for any β; with β = 0 DecentLaM is DSGD. At constant γ it equals the
+heavy ball x⁺ = W (x - γ g) + β (x - x⁻).
 
-Directed graphs need small β (see `hf_diloco.methods.topology.stability`); a pair that diverges is refused. There is no
-Nesterov: the source defines none, and momentum that looks ahead on g̃, x⁺ = x - γ (g̃ + β m), diverges as γ → 0 for
-eigenvalues of W from -1 / (1 + 2β) down, as a hypercube of 8 nodes has (-½) for β = 0.9.
+Directed graphs need a small β (see `hf_diloco.methods.topology.stability`); a graph and a β that diverge are refused.
+There is no Nesterov form: the source defines none, and momentum that looks ahead on g̃, x⁺ = x - γ (g̃ + β m), diverges
+as γ → 0 if W has an eigenvalue of -1 / (1 + 2β) or less. For β = 0.9, a hypercube of 8 nodes has one (-½).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hf_diloco.methods.topology import check_decentlam
 class DecentLaM(MomentumOptimizer):
     """Equations and source above.
 
-    m is in units of gradients, and each step divides and multiplies by its own γ: so the heavy ball's β is β γ / γ⁻ at
-    a step where γ changes, or 2 β where γ more than doubles, as at a restart of a cosine (see `Part.shrinkage`). Where
-    γ is 0, as at the first step of a warm-up, nothing can be divided: the nodes average, m only decays, and x does not
-    move by it.
+    m is in units of gradients, and each step divides and multiplies by its own γ. So the heavy ball's β becomes
+    β γ / γ⁻ at a step where γ changes, or 2 β if γ more than doubles, as at a warm restart of a cosine schedule (see
+    `Part.shrinkage`). If γ is 0, as at the first step of a warm-up, the division is skipped: the nodes average, m only
+    decays, and m does not move x.
     """
 
     name = "decentlam"

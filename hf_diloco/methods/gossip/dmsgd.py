@@ -4,9 +4,9 @@
     adapt-then-combine   x_i ← Σ_j w_ij (x_j - γ m_j)
     combine-then-adapt   x_i ← Σ_j w_ij x_j - γ m_i
 
-Nesterov puts g_i + β m_i in the place of m_i, as `torch.optim.SGD` does. Sends d values to each neighbour. Momentum
-amplifies what the nodes' data differ in: the limit is DSGD's at γ / (1 - β), whose squared distance from the solution
-is 1 / (1 - β)² times that at γ.
+Nesterov replaces m_i by g_i + β m_i, as `torch.optim.SGD` does. Sends d values to each neighbour. Momentum amplifies
+the effect of differences between the nodes' data: the limit is that of DSGD at γ / (1 - β), whose squared distance
+from the solution is 1 / (1 - β)² times that at γ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
 class DmSGD(MomentumOptimizer):
-    """Equations and sources above. m is in units of gradients: a γ that changes acts on all of it at once."""
+    """Equations and sources above. m is in units of gradients: a change of γ applies to all of m at once."""
 
     name = "dmsgd"
     paper = "1705.09056"

@@ -3,9 +3,9 @@
     adapt-then-combine   x_i ← Σ_j w_ij (x_j - γ g_j)           (diffusion, arXiv 1111.0034)
     combine-then-adapt   x_i ← Σ_j w_ij x_j - γ g_i             (D-PSGD, arXiv 1705.09056)
 
-Sends d values to each neighbour. Where nodes' data differ, a constant γ leaves it at a distance from the solution,
-whose square is O(γ² b² / (1 - ρ)²) with b² = mean_i ‖∇f_i(x*)‖². In the second form what is sent is known before the
-gradient, so that it travels while that is computed (`begin_exchange`); its bias is larger.
+Sends d values to each neighbour. If the nodes' data differ, a constant γ leaves a bias: the squared distance from the
+solution is O(γ² b² / (1 - ρ)²) with b² = mean_i ‖∇f_i(x*)‖². In the second form the sent vector is known before the
+gradient, so it travels while the gradient is computed (`begin_exchange`); its bias is larger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_diloco.methods.gossip.base import GossipOptimizer
 
 
 class DSGD(GossipOptimizer):
-    """Equations and sources above. If γ changes nothing else does: there is no state."""
+    """Equations and sources above. There is no state that a change of γ would affect."""
 
     name = "dsgd"
     paper = "1705.09056"

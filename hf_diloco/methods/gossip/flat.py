@@ -1,4 +1,4 @@
-"""A node's parameters and gradients as two flat vectors, of which each is a view, and what their groups must be."""
+"""A node's parameters and gradients as views of two flat vectors, and checks of their parameter groups."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
 logger = logging.getLogger("hf_diloco")
 
 MAX_LEFT_OUT = 100
-"""Steps in a row whose gradient may be left out: about as many as there are in one of DiLoCo's rounds, which also end
-a run in which no island has a finite pseudo-gradient."""
+"""How many gradients in a row may be left out before the run ends: about the steps of one DiLoCo round, as a round
+without any finite pseudo-gradient also ends a run."""
 
 _CHUNK_VALUES = 1 << 18
-"""Values that an update handles at a time on a processor: its four vectors then stay in the cache, and calls cost
-little beside the arithmetic."""
+"""Values that an update handles at a time on a CPU: its four vectors fit the cache, and the overhead of calls is small
+compared with the arithmetic."""
 
 _MAX_GROWTH = 2.0
-"""As γ doubles at the second step of a warm-up from 0."""
+"""The growth of γ in one step without a correction: at the second step of a warm-up from 0, γ doubles."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Part:
     """A piece of the flat vectors with its parameter group's settings.
 
     Attributes:
-        where: which values.
+        where: the slice of the flat vectors.
         lr: γ of this step.
-        momentum: β; 0 for methods without.
-        growth: γ by that of the last step in which it was not 0; 1 at a first one.
+        momentum: β; 0 for methods without momentum.
+        growth: γ divided by the γ of the last step in which it was not 0; 1 at the first such step.
     """
 
     where: slice
@@ -46,29 +46,29 @@ class Part:
 
     @property
     def shrinkage(self) -> float:
-        """The factor by which a momentum m shrinks before the step, so that γ m at most doubles where γ leaps up.
+        """The factor that shrinks a momentum m before the step, so that γ m at most doubles when γ jumps up.
 
-        A momentum that comes of how far nodes went says how far they were apart, divided by the γ of then. At a
-        restart of a cosine that would throw them apart by hundreds of times as much.
+        A momentum derived from the nodes' movement holds their distance, divided by the γ at that time. Without this
+        factor, a warm restart of a cosine schedule would drive nodes apart by hundreds of times that distance.
         """
         return min(1.0, _MAX_GROWTH / self.growth) if self.growth else 1.0
 
 
 class FlatParameters:
-    """The parameters of an optimizer, made views of one vector; their values and memory formats stay.
+    """The parameters of an optimizer as views of one vector; their values and memory formats do not change.
 
     Args:
         groups: the optimizer's; parameters are all fp32 or all fp64, on one device.
-        method: what messages call the optimizer.
+        method: the optimizer's name in messages.
 
     Attributes:
         parameters: of all groups, one after the other.
-        spans: where the values of each group lie.
-        x: their values: d of them.
-        g: room for as many gradients.
+        spans: the slice of the flat vectors that each group occupies.
+        x: the d values of the parameters.
+        g: a buffer for their gradients.
 
     Raises:
-        UnsupportedError: parameters of other or several types or devices.
+        UnsupportedError: parameters of other or several dtypes or devices.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], method: str) -> None:
@@ -89,13 +89,13 @@ class FlatParameters:
         return [piece.as_strided(*format) for piece, format in zip(pieces, self._formats, strict=True)]
 
     def adopt(self, settle: Callable[[], None]) -> None:
-        """Makes parameters views of `x`; again if somebody has given them other memory.
+        """Makes parameters views of `x`; repeats this for parameters that were given other memory since.
 
         Args:
-            settle: called before `x` is written to: somebody may still read it.
+            settle: called before a write to `x`, which an exchange may still be reading.
 
         Raises:
-            UnsupportedError: a parameter went to another device, or has another type.
+            UnsupportedError: a parameter moved to another device, or has another dtype.
         """
         for parameter, view in zip(self.parameters, self._views_of_x, strict=True):
             if parameter.data_ptr() == view.data_ptr():
@@ -110,13 +110,13 @@ class FlatParameters:
             parameter.data = view
 
     def read_gradients(self, node: int, step: int) -> None:
-        """Copies the parameters' gradients to `g`; one that is None counts as zero, and all do if any is not finite.
+        """Copies the parameters' gradients to `g`. A gradient of None becomes zero; if a value is not finite, all do.
 
         Args:
             node, step: for messages.
 
         Raises:
-            ExchangeError: the parameters are not finite either, or `MAX_LEFT_OUT` gradients in a row were not.
+            ExchangeError: the parameters are not finite either, or `MAX_LEFT_OUT` gradients in a row were not finite.
             UnsupportedError: a gradient is sparse.
         """
         present, gradients = [], []
@@ -133,11 +133,11 @@ class FlatParameters:
         if _is_finite(self.g):
             self._num_left_out_in_a_row = 0
         else:
-            check_finite([self.x], node, step)  # of such parameters no gradient ever is
+            check_finite([self.x], node, step)  # parameters that are not finite never have finite gradients
             self._leave_out_gradient(node, step)
 
     def _leave_out_gradient(self, node: int, step: int) -> None:
-        """Says so the first, second, fourth, ... time."""
+        """Zeroes the gradient; warns the first, second, fourth, ... time."""
         self.g.zero_()
         self._num_left_out += 1
         self._num_left_out_in_a_row += 1
@@ -157,7 +157,7 @@ class FlatParameters:
             )
 
     def parts(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
-        """The vectors, cut where settings change; on a processor also into what stays in its cache."""
+        """Cuts the flat vectors by parameter group; on a CPU also into pieces that fit its cache."""
         for group, span in zip(groups, self.spans, strict=True):
             chunk = _CHUNK_VALUES if self.x.device.type == "cpu" else max(1, span.stop - span.start)
             lr, momentum = float(group["lr"]), float(group.get("momentum", 0.0))
@@ -166,7 +166,7 @@ class FlatParameters:
                 yield Part(slice(low, min(low + chunk, span.stop)), lr, momentum, growth)
 
     def decay(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Weight decay and LARS of each parameter group, in the place of `g`."""
+        """Applies weight decay and LARS of each parameter group to `g`, in place."""
         first = 0
         for group, span in zip(groups, self.spans, strict=True):
             last = first + len(group["params"])
@@ -179,7 +179,7 @@ class FlatParameters:
             first = last
 
     def _trust(self, which: slice, coefficient: float, decay: float) -> torch.Tensor:
-        """LARS: each tensor's factor, from its norms before weight decay; nothing waits for an accelerator."""
+        """LARS: the factor of each tensor, from its norms before weight decay; does not wait for the device."""
         norm_x = torch.stack(torch._foreach_norm(self._views_of_x[which]))
         norm_g = torch.stack(torch._foreach_norm(self._views_of_g[which]))
         trust = coefficient * norm_x / (norm_g + decay * norm_x)
@@ -187,10 +187,10 @@ class FlatParameters:
 
 
 def check_finite(vectors: Iterable[torch.Tensor], node: int, step: int) -> None:
-    """To be called before vectors are sent.
+    """Checks vectors before they are sent.
 
     Raises:
-        ExchangeError: a value is not finite. The others would take it over, and others from them.
+        ExchangeError: a value is not finite. It would spread to the neighbours, and from them to all nodes.
     """
     if not all(map(_is_finite, vectors)):
         raise ExchangeError(
@@ -201,13 +201,13 @@ def check_finite(vectors: Iterable[torch.Tensor], node: int, step: int) -> None:
 
 
 def _is_finite(vector: torch.Tensor) -> bool:
-    """Whether all values are finite, and none is beyond all reason (1e19)."""
+    """Whether all values are finite, and none is absurdly large (1e19)."""
     return math.isfinite(float(torch.linalg.vector_norm(vector)))
 
 
 @contextmanager
 def own_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Groups keep what they were made with, but for the learning rate: nodes that lack a checkpoint have the same."""
+    """Keeps the groups' settings, except learning rates, over a load: nodes without a checkpoint have the same."""
     saved = {"params", "lr", "initial_lr", "num_steps", "last_lr"}
     mine = [{name: group[name] for name in group.keys() - saved} for group in optimizer.param_groups]
     yield
@@ -216,7 +216,7 @@ def own_settings(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raises `ConfigError` for a setting out of its range."""
+    """Raises `ConfigError` if a setting of a group is out of its range."""
     for setting in ("lr", "weight_decay", "lars"):
         value = float(group[setting])
         if not 0 <= value < math.inf:
@@ -231,7 +231,7 @@ def check_below_1(setting: str, value: float) -> None:
 
 
 def _common_kind(parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.dtype, torch.device]:
-    """The type and device of all parameters."""
+    """The dtype and device that all parameters share."""
     kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
     names = ", ".join(sorted(f"{dtype} on {device}".removeprefix("torch.") for dtype, device in kinds))
     if len(kinds) > 1:

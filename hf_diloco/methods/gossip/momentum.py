@@ -1,4 +1,4 @@
-"""What the methods with momentum have in common."""
+"""The base of methods with momentum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_diloco.methods.gossip.base import GossipOptimizer
 
 
 class MomentumOptimizer(GossipOptimizer):
-    """A method that keeps a momentum of d values from one step to the next."""
+    """A method whose state is a momentum of d values."""
 
     state_names = ("momentum_buffer",)
 
@@ -31,9 +31,9 @@ class MomentumOptimizer(GossipOptimizer):
         super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
 
     def descend(self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, nesterov: bool) -> None:
-        """m ← βm + g; x - γm, or x - γ (g + βm) with Nesterov, goes to `out`, which may be x or g. Overwrites g.
+        """m ← βm + g; writes x - γm, or x - γ (g + βm) with Nesterov, to `out`, which may be x or g. Overwrites g.
 
-        Momentum is that of `torch.optim.SGD`.
+        The momentum is that of `torch.optim.SGD`.
         """
         momentum = self.vector("momentum_buffer")
         for part in self.parts():

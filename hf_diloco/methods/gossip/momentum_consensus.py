@@ -3,16 +3,16 @@
     v_i = x_i - x_i⁻
     x_i⁺ = Σ_j w_ij x_j - γ g_i + β ((1 - ω) v_i + ω Σ_j w_ij v_j)
 
-After the published description: both parameters and momentum are shared with the neighbours; ω = 0 keeps a node's own
-momentum, ω = 1 shares it fully. Sends 2d values to each neighbour, x and v, in one message. (They come in the same
-combination at every node, so one vector, x + βωv, would do; sent is what the source sends.) The limit, where nothing
-moves, is that of DSGD, combine-then-adapt, for any β and ω: not amplified by momentum, but on well connected graphs
-many times that of DSGD, adapt-then-combine.
+As in the published description, nodes share both parameters and momentum with their neighbours; ω = 0 keeps a node's
+own momentum, ω = 1 shares it fully. Sends 2d values to each neighbour, x and v, in one message. (Every node combines
+them in the same way, so one vector, x + βωv, would suffice; this implementation sends the same vectors as the source.)
+The limit is that of DSGD, combine-then-adapt, for any β and ω: momentum does not amplify its bias, but on well
+connected graphs the bias is many times that of DSGD, adapt-then-combine.
 
-ω decides on which graphs it is stable (see `hf_diloco.methods.topology.stability`): up to ½ on all symmetric ones that
-do not change; with 1 not on a hypercube, whose eigenvalue -½ is too small. A pair that diverges is refused. A large ω
-also bears smaller learning rates only: on a ring of 8 with β = 0.9, γ times the curvature up to 0.067 with ω = 1, and
-up to 1.27 with ω = ½.
+ω determines on which graphs the method is stable (see `hf_diloco.methods.topology.stability`): up to ½ on all
+symmetric graphs that do not change; with 1 not on a hypercube, whose eigenvalue -½ is too small. A graph, β and ω that
+diverge are refused. A large ω also needs smaller learning rates: on a ring of 8 with β = 0.9, γ times the curvature
+may be up to 0.067 with ω = 1, and up to 1.27 with ω = ½.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_diloco.methods.topology import check_momentum_consensus
 
 
 class MomentumConsensus(MomentumOptimizer):
-    """Equations and source above. v is in units of parameters: a γ that changes acts on new gradients only."""
+    """Equations and source above. v is in units of parameters: a change of γ applies to new gradients only."""
 
     name = "momentum-consensus"
     paper = "2010.11166"
@@ -52,10 +52,10 @@ class MomentumConsensus(MomentumOptimizer):
         """
         Args:
             params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
-            omega: ω, the share of the momentum that is the neighbours', from 0 to 1.
+            omega: ω, the share of the momentum that is averaged with the neighbours, from 0 to 1.
 
         Raises:
-            ConfigError: a setting is out of its range, or it diverges on the graph.
+            ConfigError: a setting is out of its range, or the method diverges on the graph.
         """
         if not 0 <= omega <= 1:
             raise ConfigError(f"omega={omega}: give a share from 0 to 1")
@@ -68,7 +68,7 @@ class MomentumConsensus(MomentumOptimizer):
 
     @cached_property
     def received_momentum(self) -> torch.Tensor:
-        """A buffer for the neighbours' momentum, d values."""
+        """A buffer of d values for the average of the neighbours' momentum."""
         return torch.empty_like(self.received)
 
     def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors]:
@@ -89,14 +89,14 @@ class MomentumConsensus(MomentumOptimizer):
                 move_on_processor(*arrays, kind(part.lr), kind(part.momentum))
             else:
                 move_in_passes(mine, g[where], mixed, shared, part.lr, part.momentum)
-        # The new v takes the place of what was received, which is in the cache; its own old one is far away.
+        # The new v is in the buffer of the received one, which is in the cache; the old v would have to be loaded.
         self.received_momentum = self.replace_vector("momentum_buffer", mixed_momentum)
 
 
 def move_in_passes(
     x: torch.Tensor, g: torch.Tensor, mixed: torch.Tensor, v: torch.Tensor, lr: float, momentum: float
 ) -> None:
-    """x⁺ = mixed + β v - γ g, in the place of x, and v⁺ = x⁺ - x, in that of v. Overwrites `mixed`."""
+    """Replaces x by x⁺ = mixed + β v - γ g, and v by v⁺ = x⁺ - x. Overwrites `mixed`."""
     mixed.add_(v, alpha=momentum).add_(g, alpha=-lr)
     torch.sub(mixed, x, out=v)
     x.copy_(mixed)
@@ -104,7 +104,7 @@ def move_in_passes(
 
 @compiled_with_fma
 def move_on_processor(x: Array, g: Array, mixed: Array, v: Array, lr: np.floating, momentum: np.floating) -> None:
-    """As `move_in_passes`, in one pass over memory; with the same bits where the processor has FMA."""
+    """Like `move_in_passes`, in one pass over memory; bit-identical if the processor has FMA."""
     for i in range(x.shape[0]):
         new = (mixed[i] + momentum * v[i]) - lr * g[i]
         v[i] = new - x[i]

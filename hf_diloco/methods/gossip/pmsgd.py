@@ -1,10 +1,11 @@
-"""PmSGD: momentum SGD with the exact mean gradient of all nodes, as data parallel training has it: the baseline.
+"""PmSGD: momentum SGD with the exact mean gradient of all nodes, as in data-parallel training: the baseline.
 
     m ← β m + mean_j g_j
     x ← x - γ m
 
-Nesterov puts ḡ + β m in the place of m, as `torch.optim.SGD` does. Needs an all-reduce of d values: each node sends
-2d (n - 1) / n; there is no graph. All nodes hold the same bits, without bias, if they begin with the same.
+Nesterov replaces m by ḡ + β m, as `torch.optim.SGD` does. Needs an all-reduce of d values: each node sends
+2d (n - 1) / n values; the graph is not used. All nodes hold bit-identical parameters, without bias, if they start
+equal.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 
 
 class PmSGD(MomentumOptimizer):
-    """Equations above. m is in units of gradients: a γ that changes acts on all of it at once.
+    """Equations above. m is in units of gradients: a change of γ applies to all of m at once.
 
-    Weight decay and LARS act on the mean gradient, before momentum.
+    Weight decay and LARS apply to the mean gradient, before momentum.
     """
 
     name = "pmsgd"
@@ -48,7 +49,7 @@ class PmSGD(MomentumOptimizer):
         neighbours.check_average(self._g)
 
     def check_entry(self) -> None:
-        """Refused: all nodes hold the same momentum, and one that lacks it would stay apart for good."""
+        """Raises `UnsupportedError`: all nodes hold the same momentum, and a node without it would differ for good."""
         raise UnsupportedError(
             f"{self.name}: a node cannot return, as it lacks the momentum of the others; start all nodes again from "
             "their checkpoints, or choose a method whose nodes average with neighbours"

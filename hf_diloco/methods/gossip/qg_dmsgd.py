@@ -3,11 +3,12 @@
     x_i⁺ = Σ_j w_ij (x_j - γ (β m_j + g_j))
     m_i ← μ m_i + (1 - μ) (x_i - x_i⁺) / γ
 
-Momentum is of where the nodes went together, not of a node's own gradients. Sends d values to each neighbour. In the
-limit nothing moves, so m = 0 and the limit is DSGD's, for any β. Stable on directed graphs, too.
+The momentum follows the averaged movement of the parameters, not a node's own gradients. Sends d values to each
+neighbour. In the limit nothing moves, so m = 0, and the limit is that of DSGD, for any β. Stable on directed graphs,
+too.
 
-Nesterov, as in the authors' code, puts g + β (β m + g) in the place of β m + g. In the limit that is (1 + β) g: the
-limit is then DSGD's at γ (1 + β), not at γ.
+Nesterov, as in the authors' code, replaces β m + g by g + β (β m + g). In the limit that is (1 + β) g: the limit is
+then that of DSGD at γ (1 + β), not at γ.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from hf_diloco.methods.gossip.momentum import MomentumOptimizer
 class QGDmSGD(MomentumOptimizer):
     """Equations and source above.
 
-    m is in units of gradients; each step divides by its own γ. Where γ more than doubles, as at a restart of a cosine,
-    m shrinks before, so that γ m only doubles (see `Part.shrinkage`). Where γ is 0, as at the first step of a warm-up,
-    nothing can be divided: the nodes average, and m only decays.
+    m is in units of gradients; each step divides by its own γ. If γ more than doubles, as at a warm restart of a
+    cosine schedule, m shrinks first, so that γ m only doubles (see `Part.shrinkage`). If γ is 0, as at the first step
+    of a warm-up, the division is skipped: the nodes average, and m only decays.
     """
 
     name = "qg-dmsgd"
@@ -46,7 +47,7 @@ class QGDmSGD(MomentumOptimizer):
         """
         Args:
             params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
-            average_momentum: μ, how slowly m follows; default: as `momentum`, also when that changes.
+            average_momentum: μ, the decay of m; default: `momentum`, also when that changes.
             nesterov: whether the momentum looks ahead.
         """
         self.average_momentum = average_momentum

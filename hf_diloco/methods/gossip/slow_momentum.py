@@ -1,14 +1,14 @@
-"""SlowMo over a method of this package (arXiv 1910.00643): momentum on what `sync_every` of its steps have done.
+"""SlowMo over a gossip method (arXiv 1910.00643): momentum on the progress of `sync_every` of its steps.
 
     tau steps of the method lead node i from x_0 to x_i
     then   x  = mean_j x_j, exact, over all nodes;  without it x_i
            v  = beta (gamma_t / gamma_{t-1}) v + (x_0 - x);   x_0 = x_0 - alpha v;   x_i = x_0
 
-The equations themselves are in `hf_diloco.methods.outer.slowmo`, which islands use too. alpha is `outer_lr`, beta
-`outer_momentum`, tau `sync_every`, gamma_t the learning rate of the last of the tau steps, of each parameter group.
+The outer step is that of `hf_diloco.methods.outer.slowmo`, which islands use too. alpha is `outer_lr`, beta
+`outer_momentum`, tau `sync_every`, gamma_t the learning rate of the last of the tau steps, for each parameter group.
 
-With the average all nodes hold the same x_0, v and gamma, to the last bit: gamma is the mean of what the nodes have,
-and travels with the parameters. Without it each node has its own, and sends nothing.
+With the average, all nodes hold bit-identical x_0, v and gamma: gamma is the mean of the nodes' learning rates, which
+travel with the parameters. Without the average, each node has its own, and sends nothing.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger("hf_diloco")
 
 
 class SlowMomentum:
-    """One node's outer state: x_0 and v, two vectors of d values (one if beta is 0), and a learning rate a group.
+    """One node's outer state: x_0 and v, two vectors of d values (one if beta is 0), and a learning rate per group.
 
-    A node that begins where the others already are, as one that returns, lacks their x_0 and v. It is late: it says so
-    with its part of the next average, after which all nodes take the mean of x_0 and v over those that are not late.
-    If all are late, as at the beginning of a further training, they take the mean over all: of v = 0, and of the
-    parameters from which they go on.
+    A node that enters while the others go on, such as a restarted node, lacks their x_0 and v. It counts as late, and
+    tells the others with its part of the next average. After that average all nodes take the mean of x_0 and v over
+    the nodes that are not late. If all are late, as at the beginning of a further training, they take the mean over
+    all: v = 0, and the mean of their parameters.
 
     Args:
         settings: see `SlowMoSettings`.
-        spans: where each parameter group lies in the flat vectors, one after the other.
+        spans: the slice of each parameter group in the flat vectors, in order.
     """
 
     def __init__(self, settings: SlowMoSettings, spans: Sequence[slice]) -> None:
@@ -52,37 +52,37 @@ class SlowMomentum:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is an x_0."""
+        """Whether x_0 is set."""
         return bool(self._outer.state_dict())
 
     def begin(self, x: torch.Tensor, is_late: bool) -> None:
-        """Takes `x`, flat, as x_0, with v = 0.
+        """Sets x_0 to `x`, and v to 0.
 
         Args:
-            x: copied.
-            is_late: other nodes may have another x_0, or some v.
+            x: the parameters, flat; copied.
+            is_late: whether other nodes may have another x_0, or a v that is not 0.
         """
         self._outer.start(x)
         self._is_late = is_late and self.settings.average
 
     def is_due(self, num_steps: int) -> bool:
-        """Whether an outer step follows the step that makes it so many."""
+        """Whether an outer step follows after `num_steps` steps."""
         return num_steps % self.settings.sync_every == 0
 
     def step(self, x: torch.Tensor, rates: Sequence[float], buffers: Vectors, neighbours: Neighbours) -> Traffic:
-        """Takes the outer step. Collective over the nodes with the average.
+        """Takes the outer step. With the average, collective over the nodes.
 
-        Where too many nodes are lost to form an average, the outer step is left out, with a warning: the node goes on
-        from its own parameters, and is late.
+        If too many nodes are lost to form an average, skips the outer step with a warning: the node goes on from its
+        own parameters, and counts as late.
 
         Args:
             x: the parameters, flat; overwritten with x_0.
-            rates: learning rates of the step that was taken last, one a group.
-            buffers: vectors that are averaged with the parameters; overwritten.
+            rates: learning rates of the last step, one per group.
+            buffers: vectors to average together with the parameters; overwritten.
             neighbours: this node's end of the graph.
 
         Returns:
-            What crossed the node's boundary.
+            This node's traffic.
         """
         traffic = Traffic()
         if self.settings.average:
@@ -97,18 +97,18 @@ class SlowMomentum:
         return traffic
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: anchor (x_0), slow-momentum (v), rates, and whether the node is late; not copied."""
+        """The state for a checkpoint, not copied: anchor (x_0), slow-momentum (v), rates, and whether it is late."""
         return {**self._outer.state_dict(), "is_late": self._is_late}
 
     def load_state_dict(self, state: Mapping[str, Any], like: torch.Tensor) -> None:
-        """Takes back what `state_dict` gave.
+        """Restores a state of `state_dict`.
 
         Args:
             state: copied.
             like: the parameters, flat.
 
         Raises:
-            CheckpointError: it is of another model, or of other parameter groups.
+            CheckpointError: the state belongs to another model, or to other parameter groups.
         """
         if "anchor" not in state:  # saved before the first step
             return
@@ -124,9 +124,9 @@ class SlowMomentum:
     def _average(
         self, x: torch.Tensor, rates: Sequence[float], buffers: Vectors, neighbours: Neighbours
     ) -> tuple[Traffic, list[float]]:
-        """Parameters and buffers become their means over all nodes; returns those of the rates, too.
+        """Replaces parameters and buffers by their means over all nodes; returns the mean rates, too.
 
-        Everything travels in one vector, so that an error leaves all of it as it was.
+        Everything travels in one vector, so that an error leaves parameters and buffers unchanged.
         """
         vectors = [x, *buffers]
         numbers = x.new_tensor([*rates, float(self._is_late)])
@@ -141,7 +141,7 @@ class SlowMomentum:
         return traffic, agreed
 
     def _catch_up(self, neighbours: Neighbours, all_are_late: bool) -> Traffic:
-        """Gives all nodes the mean outer state of those that are not late, with the same bits."""
+        """Sets the outer state of all nodes to its mean over the nodes that are not late, bit-identical on all."""
         state = list(self._outer.state_dict().values())
         means, traffic = mean_of_holders(neighbours, state, is_holder=all_are_late or not self._is_late)
         if means is None:

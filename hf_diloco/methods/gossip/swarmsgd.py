@@ -3,12 +3,13 @@
     H times   m_i ← β m_i + g_i;  x_i ← x_i - γ m_i
     then      x_i ← (x_i + x̂_j) / 2                       j: a neighbour, drawn uniformly
 
-Nesterov puts g_i + β m_i in the place of m_i, as `torch.optim.SGD` does. x̂_j is what j published last: each node does
-so before its first step and after each average. Nobody waits, and only i changes. In the blocking form the nodes pair
-off at random, and both of a pair average what they have. Momentum and buffers stay a node's own.
+Nesterov replaces m_i by g_i + β m_i, as `torch.optim.SGD` does. x̂_j is the model that j published last: each node
+publishes its model before its first step and after each average. No node waits, and only x_i changes. In the blocking
+form the nodes form random pairs, and both nodes of a pair take the average of their current models. Momentum and
+buffers are never averaged.
 
-Sends d values an average: d / H a step, in the lattice code (`hf_diloco.codecs.lattice`) a half or a quarter of the
-bytes of fp32.
+Sends d values per average, so d / H per step. The lattice code (`hf_diloco.codecs.lattice`) takes a half or a quarter
+of the bytes of fp32.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ from hf_diloco.methods.topology.matching import random_pairs
 logger = logging.getLogger("hf_diloco")
 
 CODE_BYTES = {"none": 0, "lattice-16": 2, "lattice-8": 1}
-"""Values of `quantization`, and bytes a value; none: as the parameters are."""
+"""Values of `quantization`, and bytes per value; none: unencoded parameters."""
 
 DEFAULT_STEPS = {"lattice-16": 2.0**-15, "lattice-8": 2.0**-10}
-"""ε where none is given: models may then be 1 and 1/8 apart, in each value."""
+"""Default of ε: models may then be 1 (lattice-16) or 1/8 (lattice-8) apart, in each value."""
 
 
 class SwarmSGD(MomentumOptimizer):
-    """Equations and source above. m is in units of gradients: a γ that changes acts on all of it at once.
+    """Equations and source above. m is in units of gradients: a change of γ applies to all of m at once.
 
-    Steps are collective in the blocking form only. In the other one a node may step at any pace, and what it gets
-    depends on the others' pace; one thread that steps all nodes in turns gives the same bits each time. The mean of
-    all nodes stays where it is in the blocking form; in the other one in expectation, on graphs whose nodes have
-    equally many neighbours. On a directed graph links count both ways.
+    Steps are collective in the blocking form only. In the other form each node steps at its own pace, and results
+    depend on the pace of all; if one thread steps all nodes in turn, they are reproducible bit for bit. Averages
+    preserve the mean of all nodes in the blocking form; in the other form they do so in expectation, if all nodes have
+    equally many neighbours. On a directed graph, links count in both directions.
 
-    An average is left out, for this time, where a partner has not published yet or is lost. A node that returns begins
-    at once, from the mean of its neighbours as they are, at the largest of their steps. In the lattice code it is
-    left out for blocks of 4,096 values in which the two models are too far apart to decode: what would be taken
-    instead is wrong by whole multiples of 256 or 65,536 steps of the lattice. Those values stay the node's own.
+    A node skips an average if its partner is lost or has not published yet. A restarted node begins at once, from the
+    mean of its neighbours' current models, at the largest of their steps. With the lattice code, a node keeps its own
+    values in blocks of 4,096 values in which the two models are too far apart to decode: decoded values would be wrong
+    by multiples of 256 or 65,536 steps of the lattice.
 
-    What a node published last is saved with the optimizer's state, d values, so that a resumed run goes on bit for
-    bit, if the nodes step in the same order; counts begin anew.
+    The model that a node published last, d values, is saved with the optimizer's state, so that a run resumes bit for
+    bit if the nodes step in the same order. The counts below restart at 0.
 
     Attributes:
-        num_left_out: averages that were left out since this object was made.
+        num_left_out: averages skipped since this object was made.
         num_out_of_range: blocks of values that could not be decoded since this object was made.
     """
 
@@ -84,15 +85,15 @@ class SwarmSGD(MomentumOptimizer):
             params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
             nesterov: whether the momentum looks ahead.
             local_steps: H, steps from one average to the next.
-            blocking: whether both of a pair average, and wait for each other.
-            quantization: how models travel: none, lattice-16 or lattice-8 (2 or 1 bytes a value).
-            lattice_step: ε of the lattice code, the same on all nodes. Decoded values are within ε / 2 while models
-                are less than 32,767.5 ε (lattice-16; default: that is 1) or 127.5 ε (lattice-8; 1/8) apart.
-            seed: of the partners; the same on all nodes.
+            blocking: whether both nodes of a pair average, and wait for each other.
+            quantization: format of published models: none, lattice-16 or lattice-8 (2 or 1 bytes per value).
+            lattice_step: ε of the lattice code, the same on all nodes. Decoded values are within ε / 2 if models are
+                less than 32,767.5 ε (lattice-16; with the default ε: 1) or 127.5 ε (lattice-8; 1/8) apart.
+            seed: of the random partners; the same on all nodes.
 
         Raises:
-            ConfigError: a setting is out of its range, or does not go with another.
-            UnsupportedError: the transport lets nodes take nothing from each other unasked (not blocking).
+            ConfigError: a setting is out of its range, or conflicts with another.
+            UnsupportedError: the transport does not support published models (unless blocking).
         """
         if local_steps < 1:
             raise ConfigError(f"local_steps={local_steps}: give the number of steps between averages, at least 1")
@@ -140,32 +141,32 @@ class SwarmSGD(MomentumOptimizer):
             self._publish(x)
 
     def begin_state(self, x: torch.Tensor) -> None:
-        """As `GossipOptimizer.begin_state`; publishes before the first step."""
+        """Like `GossipOptimizer.begin_state`; the node publishes again before its next step."""
         super().begin_state(x)
         self._has_published = False
 
     def partner(self, number: int) -> int:
-        """The node whose model this one averages with, in the form that does not block.
+        """Returns the node whose model this one averages with, in the form that does not block.
 
         Args:
             number: of the average, from 0.
         """
-        # Not a generator of NumPy or torch: theirs may change from one version to the next.
+        # Not a generator of NumPy or torch: their numbers may change between versions.
         text = f"{self.seed} {self.neighbours.node} {number}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return self._partners[int.from_bytes(digest, "little") % len(self._partners)]
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with what this node published last, as uint8."""
+        """Like torch's, with the payload that this node published last, as uint8."""
         state = super().state_dict()
         own = self._published.own() if self._published else None
         return state if own is None else {**state, "published": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `GossipOptimizer.load_state_dict`; publishes again what was published last, unless others went on since.
+        """Like `GossipOptimizer.load_state_dict`; publishes the saved model again, unless the others have gone on.
 
         Raises:
-            CheckpointError: the state is another method's, or was published with another quantization.
+            CheckpointError: the state is another method's, or its model was published with another quantization.
         """
         super().load_state_dict(state_dict)
         payload = state_dict.get("published")
@@ -181,7 +182,7 @@ class SwarmSGD(MomentumOptimizer):
         self._has_published = True
 
     def _publish(self, x: torch.Tensor) -> None:
-        """Shows this node's model to all."""
+        """Publishes this node's model."""
         if self._published is None:
             return
         self.check_sent(x)
@@ -193,7 +194,7 @@ class SwarmSGD(MomentumOptimizer):
         self._has_published = True
 
     def _take(self, x: torch.Tensor, partner: int) -> None:
-        """Averages with what the partner published last."""
+        """Averages with the model that the partner published last."""
         assert self._published is not None
         payload, traffic = self._published.pull(partner)
         self.traffic += traffic
@@ -205,7 +206,7 @@ class SwarmSGD(MomentumOptimizer):
             x[part.where].add_(other[part.where]).mul_(0.5)
 
     def _decode(self, payload: torch.Tensor, x: torch.Tensor, partner: int) -> torch.Tensor:
-        """The partner's model; this node's own, x, where it cannot be decoded."""
+        """Returns the partner's model, with this node's own values, x, in blocks that cannot be decoded."""
         if not self._codec:
             other = payload.view(x.dtype)
             return other if x.device == other.device else self.received.copy_(other)

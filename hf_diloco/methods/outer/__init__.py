@@ -1,4 +1,4 @@
-"""The outer methods: one file each, which is all that they need. `base` says what a method must define."""
+"""The outer methods, each defined by a single file. `base` says what a method must define."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ METHODS: dict[str, type[OuterMethod]] = {
 
 
 def find_method(name: str) -> type[OuterMethod]:
-    """The method that `name` stands for: one of `METHODS`, or a user's own, as FILE.py:CLASS.
+    """Returns the method of that name: one of `METHODS`, or a user's own, as FILE.py:CLASS.
 
     Raises:
-        ValueError: there is none, or it cannot be loaded; with the remedy.
+        ValueError: there is no such method, or it cannot be loaded; the message has the remedy.
     """
     if name in METHODS:
         return METHODS[name]
@@ -35,7 +35,7 @@ def find_method(name: str) -> type[OuterMethod]:
 
 
 def make_method(config: DiLoCoConfig, groups: Groups | None = None) -> OuterMethod:
-    """The method that the settings name; see `OuterMethod.make`."""
+    """Makes the method named in the settings; see `OuterMethod.make`."""
     return find_method(config.method).make(config, groups or Groups())
 
 

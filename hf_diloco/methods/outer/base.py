@@ -1,8 +1,8 @@
-"""What an outer method is: what an island contributes to a round, and what becomes of the average.
+"""The interface of an outer method: an island's contribution to a round, and the outer step with the average.
 
-A method is one file here. Its class says what else follows from it: the settings that are
-its own, what checkpoints and snapshots hold, what it cannot be combined with, what it wants of the inner optimizer.
-No file here imports torch when it is imported: the settings are checked where there may be none.
+Each method is one file in this folder. Its class also defines the method's own settings, the vectors in checkpoints
+and snapshots, the settings that it cannot be combined with, and its requirements for the inner optimizer. No file here
+imports torch at import time, as settings are also checked on machines without torch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from hf_diloco.utils.workspace import Workspace
 
 _CHUNK_VALUES = 1 << 19
-"""Values handled at a time: 2 MiB a buffer, so that the few passes over a chunk run in the processor's cache."""
+"""Values per chunk: 2 MiB a buffer, so that the few passes over a chunk run in the processor's cache."""
 
 Buffers = Literal["zero", "keep", "average"]
-"""What becomes of the inner optimizer's momentum and moments where a round begins."""
+"""What happens to the inner optimizer's momentum and moments when a round begins."""
 
 Run = tuple[int, int, int]
-"""Where a run of values begins and ends in a rank's part, and which parameter group they are in."""
+"""A run of values in a rank's part that share a parameter group: start, end, and the group's index."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The inner optimizer's parameter groups, and which values of a rank's part are in which.
+    """The inner optimizer's parameter groups, and the values of a rank's part in each.
 
     Attributes:
-        count: of the groups.
-        runs: of the rank's part, in order; none where there is one group.
+        count: the number of groups.
+        runs: runs of the rank's part, in order; empty if there is one group.
     """
 
     count: int = 1
@@ -47,14 +47,14 @@ class Groups:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a method has chosen for settings that are "auto": their values, and where these come from, in words."""
+    """The values that a method has chosen for settings that are "auto", and their source, in words."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 
 
 class MethodOptions(Block):
-    """Settings that are one method's own: `options` of the outer loop's settings."""
+    """Settings that only one method has: `options` in the outer loop's settings."""
 
 
 class OuterMethod(ABC):
@@ -63,20 +63,20 @@ class OuterMethod(ABC):
     All vectors are 1-D, in host memory, and of one length: the part of the parameters that this rank owns.
 
     Attributes:
-        name: as `method` of the settings names it.
-        summary: what it is, for tables.
-        paper: arXiv number of its source, as "2311.08105"; empty for none.
-        defaults: of shared settings, where they are the method's own.
+        name: the method's name in the setting `method`.
+        summary: a short description, for tables.
+        paper: arXiv number of the method's source, such as "2311.08105"; empty for none.
+        defaults: this method's defaults of shared settings.
         Options: the settings that no other method has.
-        wants_rates: whether `step` needs the inner learning rates, as the round's plan agreed on them.
-        streams: whether a round may be of a part of the model, and still be under way while inner steps go on.
-        pulls: whether the outer parameters pull the inner ones wherever a round begins, the first one too, and whoever
-            is more than a period late is left behind there.
-        anticipates: whether an island takes its own part of a round at once, and the others' one round later; see
-            `eager`, of whose kind such a method is.
+        wants_rates: whether `step` needs the inner learning rates that the round's plan records.
+        streams: whether a round may synchronise a part of the model only, in the background of inner steps.
+        pulls: whether the outer parameters pull the inner ones at the start of every round, including the first. A
+            round then leaves out islands that are more than a period late.
+        anticipates: whether an island applies its own contribution at once, and the others' one round later. Such a
+            method must derive from `eager.Eager`.
         chooses: the settings that may be "auto".
-        feeds_back: whether what a codec leaves out of one round may be added to the next.
-        parameters: the outer parameters, once there are any.
+        feeds_back: whether error feedback may add the codec's error of one round to the next.
+        parameters: the outer parameters; unset before `start` or `load_state_dict`.
     """
 
     name: ClassVar[str]
@@ -93,69 +93,70 @@ class OuterMethod(ABC):
 
     parameters: torch.Tensor
     vectors: Sequence[str] = ()
-    """Names of the fp32 vectors that it keeps beside the outer parameters, for checkpoints and snapshots."""
+    """Names of the state's fp32 vectors, besides the outer parameters, for checkpoints and snapshots."""
 
     def __init__(self) -> None:
-        self._state: dict[str, torch.Tensor] = {}  # what it keeps beside the outer parameters
+        self._state: dict[str, torch.Tensor] = {}  # besides the outer parameters
 
     @classmethod  # noqa: B027 - most have nothing to refuse
     def check(cls, config: DiLoCoConfig) -> None:
-        """Raises ValueError if a setting does not go with the method, with its value and the remedy."""
+        """Raises ValueError if a setting conflicts with the method; the message has its value and the remedy."""
 
     @classmethod
     @abstractmethod
     def make(cls, config: DiLoCoConfig, groups: Groups) -> OuterMethod:
-        """The method with these settings.
+        """Makes the method with these settings.
 
         Args:
             config: the outer loop's settings.
-            groups: of the inner optimizer; known only where `wants_rates`.
+            groups: the inner optimizer's; known only if `wants_rates`.
         """
 
     @classmethod
     def choose(cls, config: DiLoCoConfig, num_rounds: int | None) -> Chosen:
-        """Numbers for the settings that are "auto".
+        """Chooses values for the settings that are "auto".
 
         Args:
-            config: the outer loop's settings; checked, so that those that are "auto" may be.
-            num_rounds: that the run is to have, if known.
+            config: the outer loop's settings; already checked, so only settings in `chooses` are "auto".
+            num_rounds: the number of rounds of the run, if known.
         """
         return Chosen()
 
     @classmethod
     def delay(cls, config: DiLoCoConfig) -> int:
-        """Inner steps that go on while a round is under way; 0: training waits for it."""
+        """The number of inner steps taken while a round is in flight; 0: training waits for the round."""
         return config.fragment_sync_delay
 
     @classmethod
     def kept_share(cls, config: DiLoCoConfig) -> float:
-        """Share of its own weights that an island keeps where a round that was under way ends."""
+        """The share of its own weights that an island keeps when it installs a round that was in flight."""
         return config.fragment_update_alpha
 
     @property
     def numbers(self) -> Mapping[str, int]:
-        """Names of the fp64 numbers that it keeps, equal on all ranks, and how many they are."""
+        """Names and lengths of the fp64 arrays in the method's state; their values are equal on all ranks."""
         return {}
 
     def buffers(self, optimizer: str) -> Buffers:
-        """What becomes of the inner optimizer's buffers where a round begins.
+        """What happens to the inner optimizer's buffers when a round begins.
 
         Args:
-            optimizer: name of its class.
+            optimizer: the name of the inner optimizer's class.
         """
         return "keep"
 
     # A round
 
     def start(self, parameters: torch.Tensor) -> None:
-        """Takes `parameters`, equal on all islands, as the first outer parameters."""
+        """Sets the initial outer parameters to a copy of `parameters`, which are equal on all islands."""
         self.load_state_dict({"anchor": parameters.clone()})
 
     def pseudo_gradient_(self, parameters: torch.Tensor) -> float:
-        """Replaces an island's current `parameters` by what it contributes: outer parameters less its own.
+        """Replaces an island's current `parameters` in place by its pseudo-gradient: outer parameters minus its own.
 
         Returns:
-            The sum of its squares; not finite exactly if some value is not, or is beyond all reason.
+            The sum of squares of the pseudo-gradient. It is not finite if and only if a value is not finite, or too
+            large for its square.
         """
         import torch
 
@@ -167,28 +168,28 @@ class OuterMethod(ABC):
 
     @abstractmethod
     def step(self, mean: torch.Tensor, rates: Sequence[float] = ()) -> torch.Tensor:
-        """Takes the outer step with the averaged contribution; returns the outer parameters (not a copy).
+        """Takes the outer step with the average; returns the outer parameters (not a copy).
 
         Args:
             mean: this rank's part of the average.
-            rates: the inner learning rate of each parameter group that the round's plan agreed on.
+            rates: the inner learning rate of each parameter group, from the round's plan.
         """
 
-    # What it keeps
+    # State
 
     def kept(self, name: str) -> torch.Tensor:
         """One of `vectors` or `numbers` (not a copy)."""
         return self._state[name]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All outer state by name, not copied: "anchor", `vectors` in fp32, and `numbers` in fp64."""
+        """The outer state by name, not copied: "anchor", `vectors` in fp32, and `numbers` in fp64."""
         return {"anchor": self.parameters, **self._state}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes back what `state_dict` gave, without copying. What is missing starts at 0.
+        """Restores a state of `state_dict`, without copying. Missing entries start at 0.
 
         Raises:
-            CheckpointError: it holds another number of `numbers`: the inner optimizer's parameter groups differ.
+            CheckpointError: `numbers` differ in length, as the inner optimizer has other parameter groups.
         """
         self.parameters = anchor = state["anchor"]
         self._state = {}
@@ -205,17 +206,17 @@ class OuterMethod(ABC):
 
 
 def is_auto(value: object) -> bool:
-    """Whether the method is to choose this setting."""
+    """Whether a setting has the value "auto"."""
     return value == "auto"
 
 
 def chunks(size: int) -> list[slice]:
-    """Cuts a vector of `size` values into what is handled at a time."""
+    """Cuts a vector of `size` values into chunks that fit the processor's cache."""
     return [slice(start, min(start + _CHUNK_VALUES, size)) for start in range(0, size, _CHUNK_VALUES)]
 
 
 def buffer_like(values: torch.Tensor) -> torch.Tensor:
-    """This thread's buffer for as many values, of undefined contents, which the next call returns again."""
+    """Returns this thread's buffer of the size of `values`, with undefined contents; the next call reuses it."""
     return _workspace().take("update", values.numel(), values.dtype, values.device)
 
 

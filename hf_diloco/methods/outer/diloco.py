@@ -5,8 +5,8 @@
     m(t)     = mu m(t-1) + Delta
     theta(t) = theta(t-1) - lr (Delta + mu m(t))         Nesterov; without it: theta(t-1) - lr m(t)
 
-which is `torch.optim.SGD(lr, momentum, nesterov)` on the OLD outer parameters with Delta as their gradient.
-Outer lr 1 and momentum 0 make it FedAvg (local SGD).
+which is `torch.optim.SGD(lr, momentum, nesterov)` on the old outer parameters with Delta as their gradient.
+With outer lr 1 and momentum 0 it is FedAvg (local SGD).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 _BEST_RATES = {16: 1.0, 8: 0.8, 2: 0.6}
-"""By number of islands, from so many on: 2 to 8 of arXiv 2503.09799, for any model size, 16 of arXiv 2505.23725."""
+"""By the least number of islands: 2 and 8 from arXiv 2503.09799, for any model size; 16 from arXiv 2505.23725."""
 
 _FEW_ROUNDS = 50
 
 
 class DiLoCo(OuterMethod):
-    """The outer SGD with Nesterov momentum, in fp32, on the host: 8 bytes of state a parameter.
+    """The outer SGD with Nesterov momentum, in fp32, on the host: 8 bytes of state per parameter.
 
-    Every operation is a plain multiplication, addition or subtraction: fused ones (as in `torch.optim.SGD`) round
-    differently from one processor type to another, and islands must agree to the last bit.
+    Every operation is a plain multiplication, addition or subtraction. Fused operations (as in `torch.optim.SGD`)
+    round differently on different processor types, but islands must agree to the last bit.
 
     Args:
         lr: outer learning rate.
@@ -60,7 +60,7 @@ class DiLoCo(OuterMethod):
 
     @classmethod
     def choose(cls, config: DiLoCoConfig, num_rounds: int | None) -> Chosen:
-        """The best that were found by number of islands; less momentum where rounds are too few for it to settle."""
+        """Chooses the best published values for the number of islands; less momentum if there are few rounds."""
         values: dict[str, float] = {}
         sources = []
         momentum = config.outer_momentum
@@ -88,7 +88,7 @@ class DiLoCo(OuterMethod):
         return self.parameters
 
     def step_chunk(self, where: slice, delta: torch.Tensor) -> None:
-        """Takes the outer step on the outer parameters `where` with their part of the average."""
+        """Takes the outer step on a slice of the outer parameters, with the same slice of the average."""
         import torch
 
         update = buffer_like(delta)

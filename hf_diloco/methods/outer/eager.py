@@ -3,11 +3,12 @@
     Delta~_i(t) = Delta_i(t)/M + ( Delta(t-1) - Delta_i(t-1)/M )
     theta_i(t)  = OuterOpt( theta_i(t-1), Delta~_i(t) )
 
-An island takes its own new pseudo-gradient at once, and everyone else's one round later, so an exchange has a whole
-round's inner steps to hide behind. In the sum over rounds, Delta~_i is the average but for the last term, so islands
-differ slightly between rounds and do not drift apart. (The paper gives the update in words; this is what they say.)
+An island applies its own new pseudo-gradient at once, and the others' one round later, so the exchange is hidden
+behind a whole round of inner steps. Summed over rounds, Delta~_i equals the average except for the last term, so
+islands differ slightly between rounds but do not drift apart. (The paper describes the update in words; these
+equations are derived from them.)
 
-With a single island Delta~ is Delta, and this is DiLoCo.
+With a single island Delta~ is Delta, and this method equals DiLoCo.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Eager(DiLoCo):
-    """DiLoCo's outer SGD on Delta~: 12 bytes of state a parameter.
+    """DiLoCo's outer SGD on Delta~: 12 bytes of state per parameter.
 
     Args:
         lr: outer learning rate.
@@ -57,34 +58,36 @@ class Eager(DiLoCo):
 
     @property
     def own(self) -> torch.Tensor:
-        """Delta_i(t)/M of the round under way, fp32 (not a copy)."""
+        """Delta_i(t)/M of the round in flight, fp32 (not a copy)."""
         return self._state["own"]
 
     @property
     def ahead(self) -> float:
-        """Whether a round has been anticipated whose average is not used yet: the weight of this island's part in it;
-        -1 if this island is left out of it, 0 if there is no such round."""
+        """This island's weight in the round whose average has been anticipated but not applied yet.
+
+        -1 if this island is left out of that round; 0 if there is no such round.
+        """
         return self._state["ahead"].item()
 
     def step_eagerly(self, delta: torch.Tensor | None, weight: float, means: Sequence[torch.Tensor]) -> None:
         """Takes the outer step.
 
         Args:
-            delta: Delta_i(t), left as it is; None if it is not finite.
-            weight: what it weighs in the average.
+            delta: Delta_i(t), not modified; None if it is not finite.
+            weight: its weight in the average.
             means: averages that have arrived since the last step, Delta(t-1).
         """
         self._step(delta, means)
         self._state["ahead"].fill_(-1 if delta is None or not weight else weight)
 
     def finish(self, means: Sequence[torch.Tensor], parameters: torch.Tensor) -> None:
-        """Takes the last outer step, and the mean of all islands' `last_parameters` in place of its own."""
+        """Takes the last outer step; sets the outer parameters to `parameters`, the mean of all `last_parameters`."""
         self._step(None, means)
         self.parameters.copy_(parameters)
         self._state["ahead"].zero_()
 
     def last_parameters(self, means: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A copy of the outer parameters after a last outer step, in which nothing more is anticipated.
+        """Returns a copy of the outer parameters after a last outer step, which anticipates no further round.
 
         Args:
             means: Delta(t-1) and Delta(t).

@@ -1,17 +1,18 @@
-"""Overlap-Local-SGD (Wang, Liang and Joshi, arXiv 2002.09539): an anchor that pulls, and an exchange that is hidden.
+"""Overlap-Local-SGD (Wang, Liang and Joshi, arXiv 2002.09539): an anchor pulls the islands; the exchange is hidden.
 
     every tau inner steps, on every island i, with an anchor z that is the same on all:
         wait for the average of one period ago    z   = z + v
         pull back                                 x_i = (1 - alpha) x_i + alpha z
         begin to exchange x_i, go on              v   = beta v + mean_i x_i - z
 
-tau is `sync_every`, alpha `options.pull`, beta `outer_momentum`. Nobody waits for an exchange that takes less than a
-period. The inner optimizer's buffers stay as they are.
+tau is `sync_every`, alpha `options.pull`, beta `outer_momentum`. Training does not wait for an exchange that takes
+less than a period. The inner optimizer's buffers are kept.
 
-It is Streaming DiLoCo of one fragment with a delay of a whole period, a share 1 - alpha of its own weights kept, outer
-learning rate 1 and a heavy ball; and the first pull, to the weights that all began from, is at the first boundary,
-where no average has come yet. The authors' program keeps the momentum in units of the learning rate, which is the same
-at a constant one; as it stands here it is equal on all islands at any.
+This equals Streaming DiLoCo with one fragment, a delay of a whole period, outer learning rate 1 and heavy-ball
+momentum, where an island keeps a share 1 - alpha of its own weights. In addition, the first pull, towards the common
+initial weights, is at the first boundary, before any average has arrived. The authors' program keeps the momentum in
+units of the learning rate. With a constant learning rate both forms are the same; with any schedule, the momentum here
+is equal on all islands.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class OverlapOptions(MethodOptions):
-    """Settings of Overlap-Local-SGD alone."""
+    """Settings that only Overlap-Local-SGD has."""
 
     pull: float = Field(
         default=0.6,
@@ -40,7 +41,7 @@ class OverlapOptions(MethodOptions):
 
 
 class OverlapLocalSGD(DiLoCo):
-    """DiLoCo's outer SGD with learning rate 1 and a heavy ball: 8 bytes of state a parameter.
+    """DiLoCo's outer SGD with learning rate 1 and heavy-ball momentum: 8 bytes of state per parameter.
 
     Args:
         momentum: of the anchor, beta, from 0 up to 1.

@@ -1,4 +1,4 @@
-"""SlowMo (Wang et al., arXiv 1910.00643, algorithm 1): momentum on what tau steps of a base optimizer have done.
+"""SlowMo (Wang et al., arXiv 1910.00643, algorithm 1): momentum on the progress of tau steps of a base optimizer.
 
     every island i:  x_0 on all; tau base steps, the last with learning rate gamma_t, lead to x_i
     Delta = x_0 - mean_i x_i
@@ -6,13 +6,13 @@
     x_0   = x_0 - alpha gamma_t u
 
 alpha is `outer_lr`, beta `outer_momentum`, tau `sync_every`. gamma_t may be 0, at the start of a warm-up or the end of
-a schedule. Therefore v = gamma u is kept instead of u, which is the same wherever gamma > 0:
+a schedule. Therefore the state is v = gamma u instead of u, which is equivalent if gamma > 0:
 
     v   = beta (gamma_t / gamma_{t-1}) v + Delta         the ratio is 0 where either rate is
     x_0 = x_0 - alpha v
 
-gamma_t is that of the round's last base step, of each parameter group of the base optimizer, as the islands have
-agreed on it: the plan of a round holds it, so whoever carries the round out later takes the same one.
+gamma_t is the learning rate of the round's last base step, for each parameter group of the base optimizer. The plan of
+the round records it, so islands that apply the round later use the same value.
 
     alpha 1, beta 0              Local SGD (FedAvg): method "local-sgd"
     alpha 1, beta > 0, SGD       BMUF: method "bmuf"
@@ -40,7 +40,7 @@ _RATES = "rates"
 
 
 class SlowMoOptions(MethodOptions):
-    """Settings of SlowMo alone."""
+    """Settings that only SlowMo has."""
 
     inner_buffers: Buffers | None = Field(
         default=None,
@@ -50,18 +50,18 @@ class SlowMoOptions(MethodOptions):
 
 
 class SlowMo(OuterMethod):
-    """Slow momentum in units of the parameters: 8 bytes of state a parameter, and a learning rate a parameter group.
+    """Slow momentum in units of the parameters: 8 bytes of state per parameter, one learning rate per parameter group.
 
-    Only plain multiplications and additions, as in DiLoCo: islands must agree to the last bit.
+    Like DiLoCo, it uses only plain multiplications and additions: islands must agree to the last bit.
 
     Args:
         lr: the slow learning rate, alpha.
         momentum: the slow momentum, beta, from 0 up to 1.
-        groups: of the inner optimizer; default: one.
+        groups: the inner optimizer's; default: one.
         inner_buffers: see `SlowMoOptions`.
 
     Attributes:
-        fixed: settings that make a special case of it what it is.
+        fixed: the settings that define a special case, with their only allowed values.
     """
 
     name = "slowmo"
@@ -150,7 +150,7 @@ class SlowMo(OuterMethod):
 
 
 class LocalSGD(SlowMo):
-    """Local SGD, or federated averaging: islands go on from the mean of what they have learnt."""
+    """Local SGD, or federated averaging: islands continue from the mean of their parameters."""
 
     name = "local-sgd"
     summary = "islands go on from their mean: SlowMo without momentum, FedAvg"
@@ -160,7 +160,7 @@ class LocalSGD(SlowMo):
 
 
 class BMUF(SlowMo):
-    """Blockwise model-update filtering (Chen and Huo, ICASSP 2016), its momentum scaled with the learning rate."""
+    """Blockwise model-update filtering (Chen and Huo, ICASSP 2016), with momentum scaled by the learning rate."""
 
     name = "bmuf"
     summary = "blockwise model-update filtering: SlowMo with slow learning rate 1"
@@ -169,7 +169,7 @@ class BMUF(SlowMo):
 
 
 class Lookahead(SlowMo):
-    """Lookahead (Zhang et al., arXiv 1907.08610): one island goes back part of its way every few steps."""
+    """Lookahead (Zhang et al., arXiv 1907.08610): one island goes back part of the way every few steps."""
 
     name = "lookahead"
     summary = "one island goes back part of its way every few steps: SlowMo without momentum"
@@ -193,6 +193,6 @@ class Lookahead(SlowMo):
 
 
 def _ratio(now: float, before: float) -> float:
-    """gamma_t / gamma_{t-1}; 0 where it is not defined, or beyond all reason."""
+    """gamma_t / gamma_{t-1}; 0 if it is not defined or not finite."""
     ratio = now / before if before else 0.0
     return ratio if math.isfinite(ratio) else 0.0

@@ -1,10 +1,10 @@
-"""SparseLoCo (Sarfi et al., arXiv 2508.15706): top-k pseudo-gradients, and error feedback in the place of momentum.
+"""SparseLoCo (Sarfi et al., arXiv 2508.15706): top-k pseudo-gradients, and error feedback instead of momentum.
 
     a_i   = 0.95 e_i + Delta_i
     sent  = Q(top-k(a_i)),  e_i = a_i - sent             the payload, and its error feedback: `hf_diloco.codecs`
     theta = theta - lr mean_i sent                       lr 1, no momentum
 
-What error feedback carries into later rounds acts as a momentum of its own, of each island.
+The residual that error feedback carries into later rounds acts as a momentum, separately on each island.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SparseLoCo(DiLoCo):
-    """DiLoCo's outer SGD without momentum: 4 bytes of state a parameter, and 8 for error feedback.
+    """DiLoCo's outer SGD without momentum: 4 bytes of state per parameter, and 8 for error feedback.
 
     Args:
         lr: outer learning rate.

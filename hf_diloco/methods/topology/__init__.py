@@ -1,4 +1,4 @@
-"""Graphs of decentralised training, with their weights: the registry, and a user's own.
+"""Graphs of decentralised training, with their weights: the registry, and graphs of a user's own.
 
 Imports neither torch nor networkx.
 """
@@ -30,16 +30,16 @@ SUFFIXES = (".npy", ".csv", ".json")
 
 
 def make_topology(name: str, num_nodes: int | None = None, seed: int = 0) -> Topology:
-    """The graph of that name, or a user's own.
+    """Makes the graph of that name, or a user's own.
 
     Args:
         name: one of `GRAPHS` (with - or _), the path of a file of weights (see `from_file`), or a user's own
-            class, made with the number of nodes, as FILE.py:CLASS.
-        num_nodes: how many take part; may be left out for a file, which says it.
+            class, called with the number of nodes, as FILE.py:CLASS.
+        num_nodes: the number of nodes; optional for a file, which implies it.
         seed: of random matchings.
 
     Raises:
-        ConfigError: no such graph; a number of nodes that it cannot have, or that a file does not have; wrong weights.
+        ConfigError: no such graph; the graph or file does not have this number of nodes; invalid weights.
     """
     if Path(name).suffix in SUFFIXES:
         topology: Topology = from_file(name)
@@ -85,15 +85,16 @@ def _own_graph(name: str, num_nodes: int) -> Topology:
 
 
 def from_weights(weights: ArrayLike, name: str = "own weights") -> PeriodicTopology:
-    """Weights as they are given.
+    """Makes a graph with the given weights.
 
     Args:
         weights: numbers [num_nodes, num_nodes], or [period, num_nodes, num_nodes] for weights that change; see
             `Topology.weights`.
-        name: what messages call them.
+        name: the graph's name in messages.
 
     Raises:
-        ConfigError: no such numbers; or they are not doubly stochastic, or do not bring all nodes to their mean.
+        ConfigError: not such an array; or the weights are not doubly stochastic, or averaging does not bring all nodes
+            to their mean.
     """
     try:
         matrices = np.asarray(weights, dtype=np.float64)
@@ -111,10 +112,10 @@ def from_weights(weights: ArrayLike, name: str = "own weights") -> PeriodicTopol
 
 
 def from_file(path: str | Path) -> PeriodicTopology:
-    """Weights from a file: .npy (an array of numbers), .csv (a row a line, commas) or .json (lists of numbers).
+    """Reads weights from a file: .npy (an array), .csv (one row per line, with commas) or .json (lists of numbers).
 
     Raises:
-        ConfigError: the file is missing or is none of these; or as `from_weights`.
+        ConfigError: the file is missing or has another format; or as for `from_weights`.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
@@ -130,11 +131,11 @@ def from_file(path: str | Path) -> PeriodicTopology:
 
 
 def from_graph(graph: Graph, name: str = "own graph") -> PeriodicTopology:
-    """Metropolis weights of a networkx graph.
+    """Makes a graph with Metropolis weights from a networkx graph.
 
     Args:
         graph: undirected and connected. Nodes are numbered in its order, unless their labels are 0 to n - 1.
-        name: what messages call it.
+        name: the graph's name in messages.
 
     Raises:
         ConfigError: the graph is directed, empty or not connected.

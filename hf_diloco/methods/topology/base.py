@@ -1,6 +1,6 @@
-"""What a graph is to decentralised training: the weights with which each node averages its neighbours' vectors.
+"""The interface of a graph: the weights with which each node averages its neighbours' vectors.
 
-And the checks that averaging with given weights works.
+And checks that averaging with given weights converges.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hf_diloco.utils.text import numbers, plural
 Weights = NDArray[np.float64]
 
 TOLERANCE = 1e-9
-"""How far sums may be from 1. More would shrink or swell all parameters over a run: by 0.1 % in a million steps."""
+"""Tolerance of row and column sums. Larger errors would scale all parameters: by 0.1 % in a million steps."""
 
 
 class Topology(ABC):
-    """A graph of nodes, which may be another one at each step.
+    """A graph of nodes, which may change from step to step.
 
-    After step t node i has x_i = Σ_j w_ij(t) x_j. Every W(t) is doubly stochastic: rows sum to 1, so that nodes that
-    are equal stay equal; columns sum to 1, so that averaging leaves the mean of all nodes where it is.
+    After step t node i has x_i = Σ_j w_ij(t) x_j. Every W(t) is doubly stochastic: rows sum to 1, so that equal nodes
+    stay equal; columns sum to 1, so that averaging preserves the mean of all nodes.
 
     Attributes:
-        name: what messages call it.
+        name: the graph's name in messages.
         num_nodes: n; nodes are numbered from 0.
-        period: steps after which the weights come again; 1 if they never change; None if they never come again, but
-            are drawn at each step.
-        is_symmetric: W(t) is symmetric at every step: who receives also sends, with equal weight.
+        period: steps after which the weights repeat; 1 if they never change; None if they are drawn at random at each
+            step.
+        is_symmetric: whether W(t) is symmetric at every step: links go both ways, with equal weights.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Topology(ABC):
 
     @abstractmethod
     def weights(self, step: int = 0) -> Weights:
-        """W at a step, equal on all nodes that ask.
+        """Returns W at a step, the same on all nodes.
 
         Args:
             step: from 0.
@@ -55,11 +55,11 @@ class Topology(ABC):
     @property
     @abstractmethod
     def rho(self) -> float:
-        """The factor by which a step of averaging shrinks the nodes' distance from their mean: 0 best, below 1.
+        """The factor by which one averaging step shrinks the nodes' distance from their mean: below 1, 0 is best.
 
-        Of weights with a period: the spectral radius of the product of one period, less the average, to the power
-        1 / period; so it is the mean factor of a step, in the long run. Without changes that is the second largest
-        modulus of W's eigenvalues. Of weights that are drawn: the root mean square over the draws.
+        For weights with a period: the spectral radius of the product over one period, minus the average, to the power
+        1 / period, which is the mean factor of a step in the long run. If weights never change, it is the second
+        largest modulus of W's eigenvalues. For weights drawn at random: the root mean square over the draws.
         """
 
     @property
@@ -69,29 +69,29 @@ class Topology(ABC):
 
     @property
     def is_static(self) -> bool:
-        """The weights are the same at every step."""
+        """Whether the weights are the same at every step."""
         return self.period == 1
 
     def neighbours(self, node: int, step: int = 0) -> tuple[int, ...]:
-        """From whom a node receives at a step, in order, without itself."""
+        """The nodes from which a node receives at a step, in order, without itself."""
         return self._others(self.weights(step)[node], node)
 
     def receivers(self, node: int, step: int = 0) -> tuple[int, ...]:
-        """To whom a node sends at a step, in order, without itself; on a symmetric graph its neighbours."""
+        """The nodes to which a node sends at a step, in order, without itself; on a symmetric graph its neighbours."""
         return self._others(self.weights(step)[:, node], node)
 
     def peers(self, node: int) -> tuple[int, ...]:
-        """All with whom a node ever exchanges, in either direction, in order; where weights are drawn, everybody."""
+        """All nodes that a node ever exchanges with, in either direction, in order; if weights are drawn, all."""
         if self.period is None:
             return tuple(other for other in range(self.num_nodes) if other != node)
         steps = range(self.period)
         return tuple(sorted({one for t in steps for one in (*self.neighbours(node, t), *self.receivers(node, t))}))
 
     def steps_to_all(self) -> int:
-        """Steps, from any one on, after which every node has heard of every other.
+        """Returns the number of steps, from any step on, in which news from every node reaches every other.
 
-        Where weights never change it is the number of nodes: enough even if some are lost. Where they are drawn
-        nothing is certain: a node is missed once in many thousand times.
+        If weights never change, it is the number of nodes, which is enough even if some are lost. If they are drawn at
+        random, nothing is certain: news misses a node once in many thousand times.
         """
         if self.is_static:
             return self.num_nodes
@@ -108,7 +108,7 @@ class Topology(ABC):
         return last - first
 
     def check(self) -> None:
-        """Raises `ConfigError` unless the weights are doubly stochastic, and bring all nodes to their mean."""
+        """Raises `ConfigError` unless weights are doubly stochastic, and averaging brings all nodes to their mean."""
         matrices = [self.weights(step) for step in range(self.period or 1)]
         for matrix in matrices:
             check_weights(matrix, self.name)
@@ -122,11 +122,11 @@ class Topology(ABC):
         return f"<{self.name} of {self.num_nodes} nodes>"
 
 
-_ROUNDING = 1e-12  # below it a product is the exact average: a root would make much of rounding errors
+_ROUNDING = 1e-12  # below it a product counts as the exact average: its root would magnify rounding errors
 
 
 class PeriodicTopology(Topology):
-    """Weights that come again after some steps, or never change.
+    """Weights that repeat after a number of steps, or never change.
 
     Attributes:
         matrices: float64 [period, num_nodes, num_nodes], read-only: the weights of each step.
@@ -138,7 +138,8 @@ class PeriodicTopology(Topology):
         """
         Args:
             name: see `Topology`.
-            matrices: as the attribute, or [num_nodes, num_nodes] for weights that never change. Not checked: `check`.
+            matrices: as the attribute, or [num_nodes, num_nodes] for weights that never change. Call `check` to
+                validate them.
         """
         self.name = name
         self.matrices = np.array(matrices, dtype=np.float64, ndmin=3)
@@ -163,13 +164,13 @@ class PeriodicTopology(Topology):
 
 
 GRAPHS: dict[str, Callable[..., Topology]] = {}
-"""What makes each graph from the number of its nodes, and from a `seed` where it takes one."""
+"""Functions or classes that make each graph from the number of its nodes, and from a `seed` if they take one."""
 
 Maker = TypeVar("Maker", bound=Callable[..., Topology])
 
 
 def graph(name: str) -> Callable[[Maker], Maker]:
-    """Registers a function or a class as what makes the graph of that name."""
+    """Registers a function or a class as the maker of the graph of that name."""
 
     def register(make: Maker) -> Maker:
         GRAPHS[name] = make
@@ -179,7 +180,7 @@ def graph(name: str) -> Callable[[Maker], Maker]:
 
 
 def check_num_nodes(num_nodes: int, name: str) -> None:
-    """Raises `ConfigError` unless it is a count."""
+    """Raises `ConfigError` if a graph would have no node."""
     if num_nodes < 1:
         raise ConfigError(f"num_nodes={num_nodes}: a graph ({name}) has at least one node; give how many take part")
 
@@ -188,8 +189,8 @@ def check_weights(weights: Weights, name: str) -> None:
     """Raises `ConfigError` unless the weights of a step are square, finite, not negative and doubly stochastic.
 
     Args:
-        weights: float64, to be [num_nodes, num_nodes].
-        name: whose they are, for the message.
+        weights: float64; must be [num_nodes, num_nodes].
+        name: the graph's, for the message.
     """
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or not weights.size:
         raise ConfigError(f"{name}: weights of shape {weights.shape}: give a row and a column for each node")
@@ -214,7 +215,7 @@ def check_mixing(matrices: Sequence[Weights], rho: float, name: str) -> None:
     Args:
         matrices: the weights of each step of a period, doubly stochastic.
         rho: as `Topology.rho`.
-        name: whose they are, for the message.
+        name: the graph's, for the message.
     """
     apart = _apart(np.any([matrix > 0 for matrix in matrices], axis=0))
     if apart:
@@ -229,7 +230,7 @@ def check_mixing(matrices: Sequence[Weights], rho: float, name: str) -> None:
 
 
 def _apart(heard: NDArray[np.bool_]) -> list[int]:
-    """The nodes that node 0 never hears from, however many steps it waits; where sums are 1, nor they from it."""
+    """The nodes from which nothing ever reaches node 0. As all sums are 1, nothing from node 0 reaches them either."""
     known = np.arange(len(heard)) == 0
     while True:
         more = known | heard[known].any(axis=0)

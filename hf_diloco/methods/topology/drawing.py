@@ -24,21 +24,21 @@ _NODE, _LINK = "#1f77b4", "#555555"
 
 
 def check_picture(path: Path) -> None:
-    """Raises `ConfigError` unless the file is of a kind that can be drawn, and Matplotlib is here to draw it."""
+    """Raises `ConfigError` unless the file's format is supported, and Matplotlib is installed."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: pictures are files that end in {', '.join(SUFFIXES)}")
     need("a picture", "matplotlib")
 
 
 def draw(topology: Topology, path: Path) -> None:
-    """Draws a graph: arrows from sender to receiver, plain lines where both do; the wider, the more weight.
+    """Draws a graph: arrows from sender to receiver, plain lines if links go both ways; wider for larger weights.
 
     Args:
-        topology: what is drawn; of weights that change, the first 4 steps.
-        path: the file, replaced if it is there; its suffix says what kind of picture.
+        topology: the graph; if its weights change, the first 4 steps are drawn.
+        path: the file, replaced if it exists; its suffix determines the format.
 
     Raises:
-        ConfigError: another kind of file.
+        ConfigError: the format is not supported.
     """
     check_picture(path)
     import matplotlib as mpl
@@ -46,7 +46,7 @@ def draw(topology: Topology, path: Path) -> None:
     from matplotlib.figure import Figure
 
     num_steps = min(NUM_STEPS, topology.period or NUM_STEPS)
-    with mpl.rc_context({"svg.hashsalt": topology.name}):  # equal graphs are equal files
+    with mpl.rc_context({"svg.hashsalt": topology.name}):  # so that equal graphs give equal files
         figure = Figure(figsize=(_INCHES * num_steps, _INCHES), layout="constrained")
         FigureCanvasAgg(figure)
         for step in range(num_steps):
@@ -64,7 +64,7 @@ def _paint(axes: Axes, topology: Topology, step: int) -> None:
     weights = topology.weights(step).copy()
     np.fill_diagonal(weights, 0)
     kind = nx.Graph if topology.is_symmetric else nx.DiGraph
-    graph = nx.from_numpy_array(weights.T, create_using=kind)  # column to row: from who sends to who receives
+    graph = nx.from_numpy_array(weights.T, create_using=kind)  # column to row: from sender to receiver
     places = _places(topology, graph)
     size = max(20, min(400, 6000 / topology.num_nodes))
     widths = [1 + 3 * weight for _, _, weight in graph.edges(data="weight")]
@@ -78,7 +78,7 @@ def _paint(axes: Axes, topology: Topology, step: int) -> None:
 
 
 def _places(topology: Topology, graph: Graph) -> dict[int, Any]:
-    """Where nodes are drawn: a grid as one, a star around its middle, all others on a circle."""
+    """Returns the positions of nodes: a grid in rows and columns, a star around its centre, all others on a circle."""
     import networkx as nx
 
     if topology.name == "grid":

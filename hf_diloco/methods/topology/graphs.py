@@ -1,8 +1,8 @@
-"""The graphs that have names, but for random matchings.
+"""The named graphs, except random matchings.
 
-Most never change, and their links go both ways: they have Metropolis weights. Exponential graphs are directed: node i
-receives from i + 1, i + 2, i + 4, … (arXiv 2110.13363). τ = ⌈log2 n⌉ offsets 2^0 … 2^(τ-1) reach every node in τ
-steps. Numbers go round: node n is node 0.
+Most of them never change, and their links go both ways: they have Metropolis weights. Exponential graphs are directed:
+node i receives from i + 1, i + 2, i + 4, … (arXiv 2110.13363). The τ = ⌈log2 n⌉ offsets 2^0 … 2^(τ-1) reach every node
+in τ steps. Node numbers are modulo n: node n is node 0.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def metropolis(graph: Graph) -> Weights:
-    """The weights of Metropolis and Hastings: symmetric and doubly stochastic on any graph.
+    """Returns Metropolis-Hastings weights: symmetric and doubly stochastic on any graph.
 
         w_ij = 1 / max(d_i, d_j) for neighbours i, j;  w_ii = 1 - Σ_j w_ij
 
-    with degrees d that count the node itself. So a node of a regular graph gives all in its neighbourhood, itself
-    too, the same weight. Loops, parallel edges and weights of edges do not count.
+    with degrees d that count the node itself. So on a regular graph a node gives itself and each neighbour the same
+    weight. Loops, parallel edges and edge weights are ignored.
 
     Args:
         graph: undirected; nodes are numbered in its order.
@@ -47,13 +47,13 @@ def metropolis(graph: Graph) -> Weights:
 
 @graph("ring")
 def ring(num_nodes: int) -> PeriodicTopology:
-    """Each node and the one on either side: ⅓ each. rho approaches 1 with the square of the number of nodes."""
+    """Each node and the nodes on either side: ⅓ each. 1 - rho falls with the square of the number of nodes."""
     return _metropolis("ring", num_nodes, lambda nx: nx.cycle_graph(num_nodes))
 
 
 @graph("grid")
 def grid(num_nodes: int) -> PeriodicTopology:
-    """Rows and columns, as near to a square as the factors of `num_nodes` allow, numbered row by row; a prime: a line.
+    """Rows and columns, as close to a square as the factors of `num_nodes` allow, numbered by row; a prime: a line.
 
     Nodes on the border have fewer neighbours: 2 to 4.
     """
@@ -61,23 +61,23 @@ def grid(num_nodes: int) -> PeriodicTopology:
 
 
 def grid_shape(num_nodes: int) -> tuple[int, int]:
-    """Rows and columns of the grid: the two factors that are closest, the smaller one first."""
+    """Returns rows and columns of the grid: the two factors that are closest, the smaller one first."""
     rows = next(rows for rows in range(math.isqrt(num_nodes), 0, -1) if num_nodes % rows == 0)
     return rows, num_nodes // rows
 
 
 @graph("star")
 def star(num_nodes: int) -> PeriodicTopology:
-    """Node 0 and all others, 1/n a link. Node 0 sends and receives n - 1 vectors."""
+    """Node 0 and all others, 1/n for each link. Node 0 sends and receives n - 1 vectors."""
     return _metropolis("star", num_nodes, lambda nx: nx.star_graph(num_nodes - 1))
 
 
 @graph("hypercube")
 def hypercube(num_nodes: int) -> PeriodicTopology:
-    """Nodes whose numbers differ in one bit, and itself: 1/(τ + 1) each.
+    """Each node and the nodes whose numbers differ from its own in one bit: 1/(τ + 1) each.
 
     Raises:
-        ConfigError: `num_nodes` is no power of two, 2^τ.
+        ConfigError: `num_nodes` is not a power of two, 2^τ.
     """
     dimension = num_nodes.bit_length() - 1
     if num_nodes > 0 and num_nodes != 2**dimension:
@@ -92,7 +92,7 @@ def hypercube(num_nodes: int) -> PeriodicTopology:
 
 @graph("symmetric-exponential")
 def symmetric_exponential(num_nodes: int) -> PeriodicTopology:
-    """Each node, and those 1, 2, 4, … below `num_nodes` away on either side: equal weights."""
+    """Each node and the nodes 1, 2, 4, … (below `num_nodes`) away on either side: equal weights."""
     return _metropolis(
         "symmetric-exponential", num_nodes, lambda nx: nx.circulant_graph(num_nodes, _offsets(num_nodes))
     )
@@ -100,22 +100,22 @@ def symmetric_exponential(num_nodes: int) -> PeriodicTopology:
 
 @graph("full")
 def full(num_nodes: int) -> PeriodicTopology:
-    """Every node and every other: 1/n each, the exact average after each step, for n - 1 vectors a node."""
+    """Each node and all others: 1/n each. Every step gives the exact average; each node sends n - 1 vectors."""
     return _metropolis("full", num_nodes, lambda nx: nx.complete_graph(num_nodes))
 
 
 @graph("exponential")
 def exponential(num_nodes: int) -> PeriodicTopology:
-    """All offsets at each step: 1/(τ + 1) for itself and for each i + 2^k. Not symmetric for n > 3."""
+    """All offsets at each step: 1/(τ + 1) for node i itself and for each node i + 2^k. Not symmetric for n > 3."""
     check_num_nodes(num_nodes, "exponential")
     return PeriodicTopology("exponential", _circulant(num_nodes, _offsets(num_nodes)))
 
 
 @graph("one-peer-exponential")
 def one_peer_exponential(num_nodes: int) -> PeriodicTopology:
-    """One offset after the other: at step t, ½ for itself and ½ for i + 2^(t mod τ). Not symmetric for n > 2.
+    """One offset per step: at step t, ½ for node i itself and ½ for node i + 2^(t mod τ). Not symmetric for n > 2.
 
-    One vector a node and step. After τ steps all nodes hold the exact average, if n is a power of two.
+    Each node sends one vector per step. If n is a power of two, all nodes hold the exact average after τ steps.
     """
     check_num_nodes(num_nodes, "one-peer-exponential")
     steps = [_circulant(num_nodes, [offset]) for offset in _offsets(num_nodes)]
@@ -123,12 +123,12 @@ def one_peer_exponential(num_nodes: int) -> PeriodicTopology:
 
 
 def _metropolis(name: str, num_nodes: int, make: Callable[[Any], Graph]) -> PeriodicTopology:
-    """Nodes are numbered as they sort: of a grid by row and column, of a hypercube as bits are read.
+    """Makes a graph with Metropolis weights. Nodes are numbered in sorted order: a grid by row, a hypercube by bits.
 
     Args:
         name: of the graph.
-        num_nodes: how many take part.
-        make: the graph of so many nodes, by networkx, which it is given: it is not imported with this file.
+        num_nodes: the number of nodes.
+        make: makes the networkx graph; called with the module networkx, which is not imported with this file.
     """
     import networkx as nx
 
@@ -137,12 +137,12 @@ def _metropolis(name: str, num_nodes: int, make: Callable[[Any], Graph]) -> Peri
 
 
 def _offsets(num_nodes: int) -> list[int]:
-    """2^0 … 2^(τ-1); none for a single node."""
+    """Returns 2^0 … 2^(τ-1); nothing for a single node."""
     return [2**k for k in range((num_nodes - 1).bit_length())]
 
 
 def _circulant(num_nodes: int, offsets: Sequence[int]) -> Weights:
-    """Equal weights for itself and for the nodes that so far follow: float64 [num_nodes, num_nodes]."""
+    """Returns equal weights for each node and the nodes at these offsets: float64 [num_nodes, num_nodes]."""
     nodes = np.arange(num_nodes)
     weights = np.zeros((num_nodes, num_nodes))
     for offset in (0, *offsets):

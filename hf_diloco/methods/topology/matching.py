@@ -1,4 +1,4 @@
-"""Random matchings: at each step nodes pair off anew, and each pair averages."""
+"""Random matchings: at each step the nodes form new random pairs, and each pair averages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUM_DRAWS = 1000
 
 
 class _Matching(Topology):
-    """½, ½ for a node and its partner of the step; who has none keeps its vector."""
+    """Weights ½, ½ for a node and its partner of the step; a node without a partner keeps its vector."""
 
     period = None
     is_symmetric = True
@@ -24,7 +24,7 @@ class _Matching(Topology):
 
     @abstractmethod
     def pairs(self, step: int = 0) -> list[tuple[int, int]]:
-        """Who averages with whom at a step."""
+        """Returns the pairs of nodes that average at a step."""
 
     def weights(self, step: int = 0) -> Weights:
         weights = np.eye(self.num_nodes)
@@ -34,18 +34,18 @@ class _Matching(Topology):
         return weights
 
     def _hash(self, *numbers: int) -> bytes:
-        # Not NumPy's generators: their permutations may change from one version to the next.
+        # Not NumPy's generators: their permutations may change between versions.
         text = " ".join(map(str, (self.seed, *numbers)))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 @graph("random-matching")
 class RandomMatching(_Matching):
-    """½, ½ for a node and its partner of the step. If their number is odd, one node has none, and keeps its vector.
+    """Weights ½, ½ for a node and its partner of the step. If n is odd, one node has no partner, and keeps its vector.
 
-    The pairs of a step follow from `seed`, the step and the number of nodes alone: nodes are sorted by a hash, and the
-    first two are a pair, the next two, and so on. So nodes need not agree, whatever their machines and versions are.
-    All matchings are equally likely. There is no period.
+    The pairs of a step depend only on `seed`, the step and the number of nodes: nodes are sorted by a hash; the first
+    two are a pair, the next two are a pair, and so on. So all nodes compute the same pairs without communication, on
+    any machine and with any version. All matchings are equally likely. There is no period.
 
     `rho` is the root mean square factor of a step, √‖E[WᵀW] - 11ᵀ/n‖: W is a projection, so WᵀW = W, and E[W] has the
     weight 1 / (2 (n - 1)) for every other node (n odd: 1 / (2n)).
@@ -67,9 +67,9 @@ class RandomMatching(_Matching):
         self.seed = seed
 
     def pairs(self, step: int = 0) -> list[tuple[int, int]]:
-        """Who averages with whom at a step; n // 2 pairs."""
+        """Returns the n // 2 pairs of nodes that average at a step."""
         order = sorted(range(self.num_nodes), key=lambda node: self._hash(step, node))
-        return list(zip(order[::2], order[1::2], strict=False))  # the last of an odd number is left over
+        return list(zip(order[::2], order[1::2], strict=False))  # drops the last node if n is odd
 
     @property
     def rho(self) -> float:
@@ -80,11 +80,12 @@ class RandomMatching(_Matching):
 
 
 class RandomEdgeMatching(_Matching):
-    """As `RandomMatching`, of neighbours in a graph only: a node without a free neighbour keeps its vector.
+    """Like `RandomMatching`, but of neighbours in a graph only: a node without a free neighbour keeps its vector.
 
-    The links of the graph are sorted by a hash of `seed`, the step and their ends, and each is taken whose ends are
-    free yet. So no two neighbours are both left over, yet more nodes may be than need be. Links count both ways, also
-    on a directed graph; where a graph changes, those of all its steps count.
+    The links of the graph are sorted by a hash of `seed`, the step and their ends; in this order, each link whose ends
+    are both free becomes a pair. So no two neighbours are both without a partner, but the matching may be smaller than
+    the largest possible. Links count in both directions, also on a directed graph. If the graph changes, the links of
+    all its steps count.
 
     `rho` is that of `RandomMatching`, with E[W] the mean over the first 1,000 steps.
     """
@@ -92,7 +93,7 @@ class RandomEdgeMatching(_Matching):
     def __init__(self, graph: Topology, seed: int = 0) -> None:
         """
         Args:
-            graph: who may be a pair.
+            graph: its neighbours may form pairs.
             seed: any number; other seeds give other pairs.
         """
         self.name = f"random matching on {graph.name}"
@@ -101,7 +102,7 @@ class RandomEdgeMatching(_Matching):
         self._links = links(graph)
 
     def pairs(self, step: int = 0) -> list[tuple[int, int]]:
-        """Who averages with whom at a step; the lower number first."""
+        """Returns the pairs of nodes that average at a step, each with the lower number first."""
         taken: set[int] = set()
         pairs = []
         for one, other in sorted(self._links, key=lambda link: self._hash(step, *link)):
@@ -113,9 +114,9 @@ class RandomEdgeMatching(_Matching):
     def steps_to_all(self) -> int:
         """See `Topology.steps_to_all`.
 
-        A link is drawn if it comes first among the d_i + d_j - 1 links at its two ends, itself included, and so with
-        a probability of at least p = 1 / (d_i + d_j - 1). News needs D such draws to go the largest distance D; in
-        the steps returned, (2 D + 8) / p of the rarest link, 2 D + 8 are to be expected.
+        A link is drawn if it comes first among the d_i + d_j - 1 links at its two ends, itself included, which has a
+        probability of at least p = 1 / (d_i + d_j - 1). News needs D such draws to travel the largest distance D. The
+        result is (2 D + 8) / p with the smallest p of all links: in that many steps 2 D + 8 draws are expected.
         """
         num_links = Counter(node for link in self._links for node in link)
         rarest = max((num_links[one] + num_links[other] - 1 for one, other in self._links), default=1)
@@ -134,11 +135,11 @@ class RandomEdgeMatching(_Matching):
 
 
 def random_pairs(graph: Topology, seed: int) -> Topology:
-    """Random matchings of those who are linked in a graph."""
+    """Makes random matchings of the neighbours in a graph."""
     is_full = all(len(graph.peers(node)) == graph.num_nodes - 1 for node in range(graph.num_nodes))
     return RandomMatching(graph.num_nodes, seed) if is_full else RandomEdgeMatching(graph, seed)
 
 
 def links(graph: Topology) -> list[tuple[int, int]]:
-    """All pairs of nodes between which something is sent, in either direction, at any step; the lower one first."""
+    """Returns all pairs of nodes that are linked in either direction at any step, each with the lower number first."""
     return [(one, other) for one in range(graph.num_nodes) for other in graph.peers(one) if one < other]

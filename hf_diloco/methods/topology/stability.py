@@ -1,22 +1,22 @@
-"""On which graphs, and up to which momentum, DecentLaM (arXiv 2104.11981) and momentum consensus are stable.
+"""The graphs and the largest momentum for which DecentLaM (arXiv 2104.11981) and momentum consensus are stable.
 
 As the learning rate γ → 0 both are x⁺ = W x + β ((1 - ω) I + ω W) (x - x⁻), where ω is the share of the momentum that
 is averaged with the neighbours: 0 in DecentLaM, `omega` in momentum consensus. Each eigenvalue λ of W has the roots of
 
     r² - (λ + βμ) r + βμ = 0,    μ = (1 - ω) + ωλ
 
-and the method is stable iff they lie inside the unit circle for every eigenvalue but the 1 of the average, which moves
-by gradients alone. For a symmetric W that is 1 + λ + 2βμ > 0: true of every ω up to ½, but with ω = 1 only where
-λ > -1 / (1 + 2β), which a hypercube does not meet. For ω = 0 and λ = p + iq it is
+and the method is stable iff they lie inside the unit circle for every eigenvalue except the 1 of the average, which
+only gradients move. For a symmetric W this means 1 + λ + 2βμ > 0, which holds for every ω up to ½, but with ω = 1 only
+if λ > -1 / (1 + 2β), which a hypercube does not satisfy. For ω = 0 and λ = p + iq the condition is
 
     ((p + β) / (1 + β))² + (q / (1 - β))² < 1
 
-Directed graphs need a smaller momentum, or none will do.
+Directed graphs need a smaller momentum; for some, no momentum is stable.
 
-Weights that change have no such eigenvalues. There (x⁺, x) = C (x, x⁻) with C = [[W + βM, -βM], [I, 0]] and
-M = (1 - ω) I + ωW, and what counts is the spectral radius of the product of C over a period; of random matchings, the
-growth of E‖x‖². That every W(t) is symmetric is not enough: on random matchings DecentLaM diverges with momentum 0.8,
-and on the symmetrised one-peer exponential graph of 16 nodes with 0.6.
+Weights that change have no such eigenvalues. For them (x⁺, x) = C (x, x⁻) with C = [[W + βM, -βM], [I, 0]] and
+M = (1 - ω) I + ωW, and stability depends on the spectral radius of the product of C over a period; for random
+matchings, on the growth of E‖x‖². It is not enough that every W(t) is symmetric: on random matchings DecentLaM
+diverges with momentum 0.8, and on the symmetrised one-peer exponential graph of 16 nodes with 0.6.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from hf_diloco.methods.topology.matching import RandomMatching
 
 Matrices = NDArray[np.inexact[Any]]
 
-_MOMENTA = (*np.linspace(0, 1, 64, endpoint=False).tolist(), 0.999)  # looked at before bisection
+_MOMENTA = (*np.linspace(0, 1, 64, endpoint=False).tolist(), 0.999)  # scanned before bisection
 _BISECTIONS = 30
-_ROUNDING = 1e-6  # of what bisection finds, in thousandths
+_ROUNDING = 1e-6  # rounding error of the bisection's result, in thousandths
 
 SAFE_OMEGA = 0.5
-"""Momentum that is averaged up to this share is stable on every symmetric graph that does not change."""
+"""Up to this share of averaged momentum, every momentum is stable on every symmetric graph that does not change."""
 
 
 def growth(topology: Topology, beta: float, omega: float = 0.0) -> float:
-    """The factor by which what nodes differ in grows in one step, in the long run: below 1 where a method is stable.
+    """Returns the long-run growth of the nodes' differences per step: below 1 if and only if the method is stable.
 
     Args:
-        topology: weights with a period, or random matchings; for these it is the root mean square factor.
+        topology: weights with a period, or random matchings, for which the result is the root mean square factor.
         beta: the momentum, from 0 to below 1.
         omega: the share of the momentum that is averaged; 0: DecentLaM.
     """
@@ -54,7 +54,7 @@ def growth(topology: Topology, beta: float, omega: float = 0.0) -> float:
 
 
 def largest_stable_beta(topology: Topology, omega: float = 0.0) -> float:
-    """The momentum below which a method is stable on a graph; 1 if it is for every momentum (looked at up to 0.999).
+    """Returns the momentum below which a method is stable on a graph; 1 if every momentum is (checked up to 0.999).
 
     Args:
         topology: as for `growth`.
@@ -64,7 +64,7 @@ def largest_stable_beta(topology: Topology, omega: float = 0.0) -> float:
         return 1.0
     growth_with = _growth(topology, omega)
     low = 0.0
-    for high in _MOMENTA:  # of a fixed W one bisection would do: each λ has one limit; of products that is not known
+    for high in _MOMENTA:  # for a fixed W one bisection would do, as each λ has one limit; products may have several
         if growth_with(high) >= 1:
             break
         low = high
@@ -81,7 +81,7 @@ def check_decentlam(topology: Topology, beta: float) -> None:
 
     Args:
         topology: as for `growth`.
-        beta: the momentum; from 0 to below 1, or that is the error.
+        beta: the momentum; other values than from 0 to below 1 raise `ConfigError`, too.
     """
     largest = _largest_below(topology, beta, omega=0.0)
     if largest is not None:
@@ -98,7 +98,7 @@ def check_momentum_consensus(topology: Topology, beta: float, omega: float) -> N
 
     Args:
         topology: as for `growth`.
-        beta: the momentum; from 0 to below 1, or that is the error.
+        beta: the momentum; other values than from 0 to below 1 raise `ConfigError`, too.
         omega: the share of the momentum that is averaged, from 0 to 1.
     """
     largest = _largest_below(topology, beta, omega)
@@ -113,7 +113,7 @@ def check_momentum_consensus(topology: Topology, beta: float, omega: float) -> N
 
 
 def _largest_below(topology: Topology, beta: float, omega: float) -> float | None:
-    """The largest stable momentum if `beta` is not below it, else None; raises `ConfigError` if `beta` is none."""
+    """Returns the limit of stable momentum if `beta` reaches it, else None; raises `ConfigError` if out of range."""
     if not 0 <= beta < 1:
         raise ConfigError(f"momentum {beta}: give a number from 0 to below 1")
     largest = largest_stable_beta(topology, omega)
@@ -121,12 +121,12 @@ def _largest_below(topology: Topology, beta: float, omega: float) -> float | Non
 
 
 def floor_digits(beta: float) -> str:
-    """The first momentum that is not stable, in three digits below it: what they say is stable."""
+    """Formats the limit of stable momentum with three digits, rounded down so that the printed value is stable."""
     return f"{math.floor(1000 * beta - _ROUNDING) / 1000:.3f}"
 
 
 def _growth(topology: Topology, omega: float) -> Callable[[float], float]:
-    """`growth` by momentum; what does not depend on that is computed once."""
+    """Returns `growth` as a function of the momentum; computes the parts that do not depend on it once."""
     if isinstance(topology, RandomMatching):
         return lambda beta: math.sqrt(_spectral_radius(_second_moments(topology.rho**2, beta, omega)))
     if not isinstance(topology, PeriodicTopology):
@@ -143,11 +143,11 @@ def _growth(topology: Topology, omega: float) -> Callable[[float], float]:
 
 
 def _modes(topology: PeriodicTopology) -> Matrices:
-    """The weights of each step as blocks that do not mix: [period, num_blocks, size, size].
+    """Returns the weights of each step as independent blocks: [period, num_blocks, size, size].
 
-    They are W - 11ᵀ/n, with the eigenvalues of W but 0 in place of the 1 of the average; 0 is never the least stable.
-    Circulant matrices, as those of exponential graphs, share the Fourier modes: n blocks of one number. So does a
-    single matrix its eigenvectors. Others are one block of n x n.
+    They are those of W - 11ᵀ/n, which has the eigenvalues of W with 0 instead of the 1 of the average; 0 is never the
+    least stable. Circulant matrices, such as those of exponential graphs, share the Fourier modes, so they are n
+    blocks of one number. A single matrix is n blocks, too, by its eigenvectors. All others are one block of n x n.
     """
     first_rows = topology.matrices[:, 0]
     nodes = np.arange(topology.num_nodes)
@@ -167,9 +167,9 @@ def _companion(matrices: Matrices, beta: float, omega: float) -> Matrices:
 
 
 def _second_moments(mean: float, beta: float, omega: float) -> Matrices:
-    """What a step makes of E‖x‖², E⟨x, x⁻⟩ and E‖x⁻‖², x without the average: [3, 3].
+    """Returns the matrix of one step on E‖x‖², E⟨x, x⁻⟩ and E‖x⁻‖², where x is without the average: [3, 3].
 
-    The pairs of a step are drawn anew, and W is symmetric with W² = W: a projection. With v = x - x⁻ a step is
+    Each step draws new pairs, and W is symmetric with W² = W: a projection. With v = x - x⁻ a step is
     x⁺ = W (x + βv) + (1 - ω) β (I - W) v, whose two parts are orthogonal. With E[W] = λI, the argument `mean`,
 
         E‖x⁺‖²   = λ E‖x + βv‖²     + (1 - λ) (1 - ω)² β² E‖v‖²
