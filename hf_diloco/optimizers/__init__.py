@@ -1,6 +1,6 @@
 """Inner optimizers that replace the Trainer's, chosen by the block `optimizer` of a run file.
 
-Its settings import no torch, so mistakes show at once.
+The settings import no torch, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SETTINGS = {
 
 
 class OptimizerBlock(Block):
-    """An optimizer in the place of the Trainer's; its learning rate, betas and decay stay in `training`."""
+    """An optimizer that replaces the Trainer's; its learning rate, betas and decay stay in `training`."""
 
     name: Literal["onebit_lamb", "onebit_adam", "muon"] = Field(description="see onebit.md and muon.md")
     freeze_step: Count | None = Field(
@@ -77,25 +77,25 @@ class OptimizerBlock(Block):
 
     @property
     def kind(self) -> Literal["onebit", "muon"]:
-        """What `REFUSALS` calls it."""
+        """The optimizer's name in `REFUSALS`."""
         return "muon" if self.name == "muon" else "onebit"
 
     def of_method(self) -> dict[str, Any]:
-        """The settings that the method takes, but for those of `training` and of the exchange."""
+        """Returns the method's settings, without those of `training` and of the exchange."""
         return {name: getattr(self, name) for name in _SETTINGS[self.name] if name != "warmup_payload"}
 
 
 def make_optimizer(
     block: OptimizerBlock | None, model: torch.nn.Module, args: TrainingArguments
 ) -> torch.optim.Optimizer | None:
-    """The optimizer that `block` names, with rates, betas and decay of `args`; moves the model to its device.
+    """Makes the optimizer named in `block`, with rates, betas and decay of `args`; moves the model to its device.
 
     Returns:
-        None where the Trainer makes its own.
+        None if the Trainer makes its own optimizer.
 
     Raises:
         ConfigError: a setting is out of its range.
-        UnsupportedError: the model is nothing for it.
+        UnsupportedError: the optimizer does not support the model.
     """
     if block is None:
         return None
@@ -117,7 +117,7 @@ def make_optimizer(
 
 
 def callbacks_of(block: OptimizerBlock | None, optimizer: torch.optim.Optimizer | None) -> list[TrainerCallback]:
-    """What it needs of the Trainer."""
+    """Returns the Trainer callbacks that the optimizer needs."""
     if block is None:
         return []
     from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer

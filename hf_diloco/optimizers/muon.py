@@ -22,26 +22,26 @@ from hf_diloco.errors import ConfigError, UnsupportedError
 
 
 class MuonAdamW(Optimizer):
-    """`torch.optim.Muon` and `torch.optim.AdamW` in one, so that a Trainer, a scheduler and a checkpoint see one.
+    """`torch.optim.Muon` and `torch.optim.AdamW` as one optimizer for the Trainer, schedulers and checkpoints.
 
         optimizer = MuonAdamW(model, lr=3e-3, muon_lr=2e-2, weight_decay=0.1)
         trainer = Trainer(model, args, ..., optimizers=(optimizer, None))
 
-    Its parameter groups, each named: "adamw" and "muon", with weight decay, and "adamw_no_decay", the vectors (biases
-    and norms). A scheduler multiplies each group's own rate. Groups that would be empty are left out.
+    The parameter groups have names: "adamw" and "muon", with weight decay, and "adamw_no_decay", the vectors (biases
+    and norms). A scheduler scales each group's own learning rate. Empty groups are left out.
 
     Args:
         model: on its device.
         lr: of AdamW.
-        muon_lr: of Muon; None: `lr`, which `adjust_lr="match_rms_adamw"` is made for.
+        muon_lr: of Muon; None: `lr`, for which `adjust_lr="match_rms_adamw"` is made.
         betas: of AdamW.
         eps: of AdamW.
         weight_decay: of both, decoupled.
         momentum: of Muon.
         nesterov: of Muon.
         ns_steps: of the Newton-Schulz iteration.
-        adjust_lr: how Muon's rate follows a matrix's shape: "match_rms_adamw" (an update is about as large as one of
-            AdamW) or "original".
+        adjust_lr: how Muon's learning rate depends on a matrix's shape: "match_rms_adamw" (an update is about as large
+            as one of AdamW) or "original".
         adamw: names of further parameters for AdamW, such as a head that `get_output_embeddings` does not return.
 
     Raises:
@@ -93,7 +93,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes a step of both."""
+        """Takes a step of both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -108,13 +108,14 @@ class MuonAdamW(Optimizer):
 def split(
     model: nn.Module, adamw: Collection[str] = ()
 ) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters: matrices of hidden layers; other tensors of 2 dimensions or more; vectors and scalars.
+    """Splits trainable parameters: matrices of hidden layers; other tensors of 2 or more dimensions; the rest.
 
-    Embeddings are the weights of any `nn.Embedding`; the head is what the model's `get_output_embeddings` returns.
+    Embeddings and head do not count as hidden layers. Embeddings are the weights of any `nn.Embedding`; the head is
+    the module that the model's `get_output_embeddings` returns.
 
     Args:
-        model: to be trained.
-        adamw: names of matrices that do not count as ones of a hidden layer.
+        model: the model to train.
+        adamw: names of matrices that do not count as those of a hidden layer.
 
     Raises:
         ConfigError: `adamw` names a parameter that the model does not have.
@@ -133,7 +134,7 @@ def split(
 
 
 def _head(model: nn.Module) -> list[nn.Parameter]:
-    find: Any = getattr(model, "get_output_embeddings", None)  # of transformers' models
+    find: Any = getattr(model, "get_output_embeddings", None)  # models of transformers have it
     head = find() if callable(find) else None
     return list(head.parameters()) if isinstance(head, nn.Module) else []
 

@@ -81,7 +81,7 @@ class Topology(ABC):
         return self._others(self.weights(step)[:, node], node)
 
     def peers(self, node: int) -> tuple[int, ...]:
-        """All nodes that a node ever exchanges with, in either direction, in order; if weights are drawn, all."""
+        """The nodes that a node ever sends to or receives from, in order; all others if weights are drawn."""
         if self.period is None:
             return tuple(other for other in range(self.num_nodes) if other != node)
         steps = range(self.period)

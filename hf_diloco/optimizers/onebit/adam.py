@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam whose momentum travels in one bit, with second moments kept from the warm-up.
+"""1-bit Adam: Adam that exchanges momentum in one bit per value, with second moments frozen after the warm-up.
 
     warm-up:      m = b1 m + (1-b1) g ;  v = b2 v + (1-b2) g^2      # g averaged over the ranks
     compressed:   m = b1 m + (1-b1) g_rank, averaged in one bit ;   # v as it was at the freeze
@@ -18,12 +18,12 @@ from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, State, Tensor
 
 
 class OneBitAdam(OneBitOptimizer):
-    """1-bit Adam; see the module for its equations, and `OneBitOptimizer` for stages, masks and what is exchanged.
+    """1-bit Adam; see the module for its equations, and `OneBitOptimizer` for stages, masks and the exchange.
 
     Args:
         params: parameters or groups.
         lr: learning rate.
-        freeze_step: steps of the warm-up; None: all, which is AdamW (with `bias_correction`).
+        freeze_step: steps of the warm-up; None: all steps, which is AdamW (with `bias_correction`).
         betas: decays of the moments.
         eps: added to the root of the second moment.
         weight_decay: wd.

@@ -1,13 +1,13 @@
-"""The mean over ranks in one bit a value and direction, with error feedback at both ends.
+"""The mean over ranks with one bit per value in each direction, with error feedback at both ends.
 
     worker:  b = x + e_w ;  s = ||b|| / sqrt(N) ;  e_w = b - s sgn(b) ;  signs of chunk j and s to rank j
     server:  a = mean_j s_j sgn_j + e_s ;  s' = ||a|| / sqrt(N_chunk) ;  e_s = a - s' sgn(a) ;  signs and s' to all
 
 (1-bit Adam, arXiv 2102.02888, section 4; 1-bit LAMB, arXiv 2104.06069; sgn(0) = +1.) An all-to-all and an all-gather.
-In both a packet is the scale in fp32 and the signs of one chunk, so that each takes one round trip and no further
-message for scales. What one stage leaves out is added to the next call: the norm of all values must be known before
-that error is. So that memory is passed over once and not twice, b is kept with the s of its call, and e is computed
-when b is needed next.
+In both, a packet holds the scale in fp32 and the signs of one chunk, so each takes one round trip without a further
+message for scales. The error of each stage is added in its next call. It depends on the norm of all values, so that
+computing it at once would need a second pass over memory. Instead b is kept with the s of its call, and e is computed
+when the next call needs it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hf_diloco.codecs.compiled import Bytes, Values, compiled, fill_signs, is_co
 from hf_diloco.codecs.sign import SignBits
 
 SCALE_BYTES = 4
-_TILE = 4096  # values that several loops handle while they are in the cache
-_LANES = 64  # sums that are taken side by side
+_TILE = 4096  # values that several loops handle in turn while they are in the cache
+_LANES = 64  # sums that are accumulated in parallel
 _bits = SignBits()
 
 
 class OneBitAllReduce:
-    """A 1-bit all-reduce of vectors of one size. Every rank gets the same bits back.
+    """A 1-bit all-reduce of vectors of one size. Every rank gets bit-identical results.
 
     Args:
-        size: values.
-        group: the ranks; None: all of `torch.distributed`, or just this process where that has not begun.
-        device: where the values are. Gloo takes the CPU's, NCCL those of a GPU.
+        size: number of values.
+        group: the ranks; None: all of `torch.distributed`, or only this process if that is not initialized.
+        device: the values' device; a CPU with Gloo, a GPU with NCCL.
 
     Attributes:
         rank: of this process in the group.
         num_ranks: in the group.
-        bytes_sent: to other ranks by one call, without what the network adds. As many are received.
+        bytes_sent: to other ranks by one call, without network overhead. As many are received.
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
@@ -58,14 +58,14 @@ class OneBitAllReduce:
         self.bytes_sent = 2 * (self.num_ranks - 1) * packet
 
     def mean_(self, values: torch.Tensor) -> int:
-        """Writes the compressed mean over the ranks to `values`. Collective.
+        """Replaces `values` in place by their compressed mean over the ranks. Collective.
 
         Args:
             values: fp32, 1-D, contiguous.
 
         Returns:
-            The ranks whose values are in the mean: all but those with a value that is not finite. If 0, `values` and
-            all errors stay as they are (see `SignFeedback.add_and_pack`).
+            The number of ranks in the mean: all except those with a value that is not finite. If 0, `values` and all
+            errors are unchanged (see `SignFeedback.add_and_pack`).
         """
         scale = self._worker.add_and_pack(values, [packet[SCALE_BYTES:] for packet in self._sent], self._chunk)
         _write_scales(self._sent, scale)
@@ -83,16 +83,16 @@ class OneBitAllReduce:
 
     @property
     def errors(self) -> dict[str, torch.Tensor]:
-        """Copies of this rank's errors: `worker`, as many as there are values, and `server`, of its chunk."""
+        """Copies of this rank's errors: `worker`, for all values, and `server`, for the values of its chunk."""
         return {"worker": self._worker.error, "server": self._server.error}
 
     def load_errors(self, errors: dict[str, Any]) -> None:
-        """Takes back what `errors` was on this rank of as many ranks."""
+        """Restores `errors` of this rank, saved with the same number of ranks."""
         self._worker.load(errors["worker"])
         self._server.load(errors["server"])
 
     def _serve(self, scales: list[float], num_finite: int) -> None:
-        """Averages this rank's chunk, and compresses it again."""
+        """Averages this rank's chunk, and compresses the result."""
         self._sum.zero_()
         for number, scale in enumerate(scales):
             if math.isfinite(scale):
@@ -114,12 +114,12 @@ class OneBitAllReduce:
             dist.all_gather_into_tensor(self._received.view(-1), self._answer, group=self._group)
 
     def _where(self, rank: int) -> slice:
-        """The values that a rank averages."""
+        """Returns the slice of values that a rank averages."""
         return slice(min(rank * self._chunk, self._size), min((rank + 1) * self._chunk, self._size))
 
 
 def rank_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in a group, and the number of ranks; 0 of 1 where `torch.distributed` has not begun."""
+    """Returns this process's rank in a group and the number of ranks; 0 and 1 without `torch.distributed`."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
@@ -138,9 +138,9 @@ def _read_scales(packets: torch.Tensor) -> list[float]:
 
 @compiled
 def _add_and_pack(values: Values, total: Values, scale: np.float32, bits: Bytes) -> float:
-    """total = values + (total - scale sgn(total)), its signs to `bits`; returns the sum of its squares.
+    """total = values + (total - scale sgn(total)); writes its signs to `bits`, and returns the sum of its squares.
 
-    A set bit is v < 0; the last byte is filled up with zeros.
+    A set bit means v < 0; the last byte is padded with zeros.
     """
     is_negative = np.zeros(_TILE, np.uint8)
     sums = np.zeros(_LANES)
@@ -166,7 +166,7 @@ def _add_and_pack(values: Values, total: Values, scale: np.float32, bits: Bytes)
 
 @compiled
 def _add_signs(bits: Bytes, magnitude: np.float32, out: Values) -> None:
-    """Adds -magnitude for every set bit and magnitude for others; `out` holds up to eight times as many values."""
+    """Adds -magnitude for every set bit and magnitude for others; `out` has up to eight times as many values."""
     for i in range(out.shape[0] // 8):
         for place in range(8):
             out[8 * i + place] += -magnitude if bits[i] >> place & 1 else magnitude
@@ -175,19 +175,19 @@ def _add_signs(bits: Bytes, magnitude: np.float32, out: Values) -> None:
 
 
 def num_bit_bytes(num_values: int) -> int:
-    """Bytes that the signs of so many values take."""
+    """Returns the bytes that the signs of `num_values` values take."""
     return -(-num_values // 8)
 
 
 class SignFeedback:
-    """The error of one stage: 4 bytes a value.
+    """The error of one stage: 4 bytes per value.
 
-    By loops compiled for the processor, or by PyTorch's operations, as on an accelerator: the bits are the same, but
-    norms are summed in another order.
+    Uses loops compiled for the CPU, or PyTorch's operations, as on an accelerator: the signs are the same, but the
+    two sum norms in different orders.
 
     Args:
-        size: values.
-        device: where they are.
+        size: number of values.
+        device: the values' device.
     """
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
@@ -195,16 +195,16 @@ class SignFeedback:
         self._scale = 0.0
 
     def add_and_pack(self, values: torch.Tensor, bits: list[torch.Tensor], chunk: int) -> float:
-        """Compresses `values` with what is left of earlier calls.
+        """Compresses `values` plus the error of earlier calls.
 
         Args:
-            values: fp32, 1-D, as many as this stage has; left as they are.
-            bits: uint8, 1-D: one for each `chunk` values; written.
-            chunk: values, a multiple of 8; the last chunks may hold fewer, or none.
+            values: fp32, 1-D, of this stage's size; not modified.
+            bits: uint8, 1-D tensors, one for each chunk; overwritten.
+            chunk: number of values in a chunk, a multiple of 8; the last chunks may hold fewer values, or none.
 
         Returns:
-            The scale; NaN if a value is not finite. Nothing is then to be sent of this call, and the error stays as it
-            was, up to rounding, but for values that are not finite: their error is dropped.
+            The scale; NaN if a value is not finite. In that case nothing of this call may be sent. The error is then
+            unchanged, up to rounding, except that values which are not finite lose their error.
         """
         square = 0.0
         for number, out in enumerate(bits):
@@ -223,7 +223,7 @@ class SignFeedback:
         return self._total - torch.where(self._total < 0, -self._scale, self._scale)
 
     def load(self, error: torch.Tensor) -> None:
-        """Takes back what `error` was."""
+        """Restores `error`."""
         self._total.copy_(error)
         self._scale = 0.0
 
@@ -240,7 +240,7 @@ class SignFeedback:
 
 
 def unpack(bits: torch.Tensor, magnitude: float, out: torch.Tensor, add: bool = False) -> None:
-    """Writes, or adds, magnitude x sgn for each value of `out` (fp32, 1-D) whose sign is in `bits`."""
+    """Writes or adds magnitude x sgn to each value of `out` (fp32, 1-D), with the signs in `bits`."""
     if is_compiled_for(out):
         write = _add_signs if add else fill_signs
         write(bits.numpy(), np.float32(magnitude), out.numpy())

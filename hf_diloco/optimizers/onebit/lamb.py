@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB whose momentum travels in one bit, with layer-wise learning rates kept from the warm-up.
+"""1-bit LAMB: LAMB that exchanges momentum in one bit per value, with trust ratios frozen after the warm-up.
 
 Warm-up, a plain LAMB (arXiv 1904.00962), g averaged over the ranks:
 
@@ -14,9 +14,10 @@ At the freeze v_fresh = v, and per tensor s = mean_l rms(m_l) / rms(m); 1 where 
     where wd > 0:  r = min(1, ||u0|| / ||u||), f = f r + 1 - r
     f = clip(f, factor_min, factor_max), then to last_f (1 -+ factor_threshold) ;  w -= lr c_frozen f u
 
-(1-bit LAMB, arXiv 2104.06069, and its authors' code in DeepSpeed 0.19.6.) c_frozen begins at 0: (1 - b3^k) c after k
-steps. Here it is divided by 1 - b3^k, and is 1 where c always was; DeepSpeed takes it as it is, so that after a short
-warm-up all tensors move too little, and those whose c always was 1 never again.
+(1-bit LAMB, arXiv 2104.06069, and its authors' code in DeepSpeed 0.19.6.) c_frozen starts at 0, so after k steps with
+the same c it is (1 - b3^k) c. This implementation divides it by 1 - b3^k, and uses 1 if c was always 1. DeepSpeed uses
+c_frozen without correction: after a short warm-up all tensors move too little, and those whose c was always 1 never
+move again.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, State, Tensor
 
 
 class OneBitLamb(OneBitOptimizer):
-    """1-bit LAMB; see the module for its equations, and `OneBitOptimizer` for stages, masks and what is exchanged.
+    """1-bit LAMB; see the module for its equations, and `OneBitOptimizer` for stages, masks and the exchange.
 
         optimizer = OneBitLamb(model.parameters(), lr=11e-3, freeze_step=1000, weight_decay=0.01)
         ddp.register_comm_hook(optimizer, average_gradients)
 
     Args:
         params: parameters or groups.
-        lr: learning rate; the only setting without a default besides `freeze_step`.
-        freeze_step: steps of the warm-up; None: all, which is a plain LAMB.
+        lr: learning rate; required, like `freeze_step`.
+        freeze_step: steps of the warm-up; None: all steps, which is plain LAMB.
         betas: decays of the moments.
         eps: added to the root of the second moment.
         weight_decay: wd.
@@ -48,9 +49,9 @@ class OneBitLamb(OneBitOptimizer):
         coeff_beta: b3. 1 / (1 - b3) should be well below `freeze_step`.
         factor_min: least factor f.
         factor_max: greatest factor f.
-        factor_threshold: how much f may change in a step, as a share of it.
-        bias_correction: see `OneBitOptimizer`; off, as the paper's authors have it.
-        match_deepspeed: c_frozen as DeepSpeed has it, and no value is frozen because it was never seen.
+        factor_threshold: the largest relative change of f in a step.
+        bias_correction: see `OneBitOptimizer`; off by default, as in the authors' code.
+        match_deepspeed: use c_frozen as DeepSpeed does, and do not freeze values that had no gradient in the warm-up.
         process_group: the ranks.
     """
 
@@ -141,7 +142,7 @@ class OneBitLamb(OneBitOptimizer):
 
 
 def trust_ratio(weights: torch.Tensor, update: torch.Tensor, least: float, greatest: float) -> torch.Tensor:
-    """c of two norms: their quotient within limits, 1 if either is 0."""
+    """Returns c for two norms: their quotient within limits, or 1 if either is 0."""
     ratio = (weights / update).clamp(least, greatest)
     return torch.where((weights > 0) & (update > 0), ratio, 1.0)
 
@@ -149,6 +150,6 @@ def trust_ratio(weights: torch.Tensor, update: torch.Tensor, least: float, great
 def clip_factor(
     factor: torch.Tensor, last: torch.Tensor, least: float, greatest: float, threshold: float
 ) -> torch.Tensor:
-    """f within its limits, then within a share of what it was in the last step."""
+    """Clips f to its limits, then to a relative change from its last value."""
     clipped = factor.clamp(least, greatest)
     return torch.minimum(torch.maximum(clipped, last * (1 - threshold)), last * (1 + threshold))

@@ -1,6 +1,6 @@
-"""What 1-bit LAMB and 1-bit Adam share: two stages, the exchange of momentum, checkpoints, and DDP's hook.
+"""The base of 1-bit LAMB and 1-bit Adam: two stages, the exchange of momentum, checkpoints, and DDP's hook.
 
-DDP compares the hook's annotations with types: in this module they must not be text.
+DDP compares the hook's annotations with types, so this module must not turn annotations into strings.
 """
 
 import logging
@@ -22,13 +22,13 @@ State = dict[str, torch.Tensor]
 MASK = "exp_avg_mask"
 ERRORS = "onebit_errors"
 MAX_LEFT_OUT = 100
-"""Steps in a row that may be left out."""
+"""How many steps in a row may be left out before the run ends."""
 
 
 class Tensor(NamedTuple):
     """One trained tensor: the parameter, its group's settings, its state, and its part of the exchanged vector.
 
-    The state is empty before its first gradient, and for good if that does not come in the warm-up.
+    The state is empty before the first gradient. Without a gradient in the warm-up it stays empty for good.
     """
 
     parameter: torch.nn.Parameter
@@ -38,27 +38,27 @@ class Tensor(NamedTuple):
 
 
 class OneBitOptimizer(Optimizer):
-    """An optimizer with a warm-up at full precision, and then a momentum that is averaged in one bit a value.
+    """An optimizer with a warm-up at full precision, after which the momentum is averaged in one bit per value.
 
-    In the warm-up, the first `freeze_step` steps, gradients must come averaged over the ranks, as DDP has them. Then
-    the second moments are frozen, and gradients must come as each rank has computed them: `average_gradients` is
-    DDP's communication hook that does both.
+    In the warm-up, the first `freeze_step` steps, gradients must be averaged over the ranks, as DDP does. Then the
+    second moments are frozen, and each rank must pass its own gradients: DDP's communication hook `average_gradients`
+    does both.
 
     Values whose second moment is zero at the freeze have had no gradient in the warm-up: their update would be
     divided by `eps` alone. Their momentum stays zero, unless `freeze_unseen` is false. A tensor whose `grad` is None
-    all through the warm-up stays as it is, without weight decay, as in torch's optimizers.
+    throughout the warm-up never changes, not even by weight decay, as in torch's optimizers.
 
-    A group may have `exp_avg_mask`, which multiplies the momentum of each of its parameters: zero where gradients are
-    always zero (position embeddings beyond the sequence length), since one bit cannot stand for zero.
+    A group may have `exp_avg_mask`, which multiplies the momentum of each of its parameters. Set it to zero where
+    gradients are always zero (position embeddings beyond the sequence length), since one bit cannot represent zero.
 
-    If a rank has a value that is not finite, the others' mean is taken; if all have, the step is left out, and after
-    `MAX_LEFT_OUT` such steps in a row an `ExchangeError` ends the run.
+    If a rank has a value that is not finite, the mean is over the other ranks; if all have, the step is left out, and
+    after `MAX_LEFT_OUT` such steps in a row an `ExchangeError` ends the run.
 
     Args:
         params: parameters or groups, all fp32 and on one device.
-        defaults: of the groups; `lr`, `betas`, `eps` and `weight_decay` among them.
+        defaults: settings of the groups, including `lr`, `betas`, `eps` and `weight_decay`.
         freeze_step: steps of the warm-up, at least 2; None: all steps.
-        bias_correction: divide the moments by 1 - beta^t. The second moment's stays that of the freeze.
+        bias_correction: divide the moments by 1 - beta^t. For the second moment, t does not grow after the freeze.
         freeze_unseen: see above.
         process_group: the ranks; None: all.
 
@@ -68,10 +68,10 @@ class OneBitOptimizer(Optimizer):
 
     Attributes:
         num_steps: steps taken.
-        bytes_sent: by this rank in the compressed stage, since it was made.
-        num_left_out: contributions of ranks that were left out, since they were not finite.
-        saves_errors: whether `state_dict` holds this rank's errors. They differ between ranks: false where one rank's
-            state is saved for all, and the errors beside it (`errors`, `load_errors`).
+        bytes_sent: bytes that this rank has sent in the compressed stage, since this object was made.
+        num_left_out: contributions of ranks that were left out because they were not finite.
+        saves_errors: whether `state_dict` includes this rank's errors. They differ between ranks, so set it to false
+            if one rank's state is saved for all, and save the errors separately (`errors`, `load_errors`).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class OneBitOptimizer(Optimizer):
         self.saves_errors = True
         self._exchanged: torch.Tensor | None = None
         self._exchange: OneBitAllReduce | None = None
-        self._lost_errors = ""  # why errors begin at zero, to be said if they do
+        self._lost_errors = ""  # why errors start at zero, for a warning when they do
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
                 raise UnsupportedError(
@@ -113,7 +113,7 @@ class OneBitOptimizer(Optimizer):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether the next step exchanges one bit a value."""
+        """Whether the next step exchanges one bit per value."""
         return self.freeze_step is not None and self.num_steps >= self.freeze_step
 
     @property
@@ -143,22 +143,22 @@ class OneBitOptimizer(Optimizer):
             logger.info("step %d: the second moments are frozen; the momentum travels in 1 bit", self.num_steps)
         return loss
 
-    # What methods differ in
+    # Methods override these
 
     @abstractmethod
     def _new_state(self, parameter: torch.nn.Parameter) -> State:
-        """The state of a tensor besides its moments."""
+        """Returns the initial state of a tensor, without its moments."""
 
     @abstractmethod
     def _update_in_warm_up(self, tensor: Tensor) -> None:
-        """Moves the parameter, by moments that are up to date; may overwrite `exchanged`."""
+        """Updates the parameter with the moments, which are up to date; may overwrite `exchanged`."""
 
     @abstractmethod
     def _update_compressed(self, tensor: Tensor) -> None:
-        """Makes `exchanged` the momentum and moves the parameter; may overwrite `exchanged`."""
+        """Sets the momentum to `exchanged`, and updates the parameter; may overwrite `exchanged`."""
 
     def _freeze(self, tensors: list[Tensor]) -> None:
-        """Ends the warm-up."""
+        """Called at the end of the warm-up."""
 
     # The two stages
 
@@ -174,7 +174,7 @@ class OneBitOptimizer(Optimizer):
 
     def _step_compressed(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            if not tensor.state:  # its values travel, and nothing moves it
+            if not tensor.state:  # its values are exchanged, but never used
                 tensor.exchanged.zero_()
                 continue
             beta1, _ = tensor.group["betas"]
@@ -209,7 +209,7 @@ class OneBitOptimizer(Optimizer):
         if not num_finite:
             return
         for tensor in tensors:
-            if not tensor.state or not tensor.parameter.requires_grad:  # a frozen one may have had gradients before
+            if not tensor.state or not tensor.parameter.requires_grad:  # a frozen tensor may have state from before
                 continue
             if "scale" in tensor.state:
                 tensor.exchanged.div_(tensor.state["scale"])
@@ -220,7 +220,7 @@ class OneBitOptimizer(Optimizer):
             self._update_compressed(tensor)
 
     def _direction(self, tensor: Tensor, momentum: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """m / (sqrt(v) + eps), bias-corrected if that is wanted; `out` may be `momentum`."""
+        """m / (sqrt(v) + eps), with bias correction if it is on; `out` may be `momentum`."""
         beta1, _ = tensor.group["betas"]
         torch.div(momentum, self._denominator(tensor, "exp_avg_sq"), out=out)
         return out.div_(1 - beta1 ** (self.num_steps + 1)) if self.bias_correction else out
@@ -239,21 +239,21 @@ class OneBitOptimizer(Optimizer):
 
     @property
     def errors(self) -> dict[str, torch.Tensor]:
-        """This rank's errors, see `OneBitAllReduce.errors`; empty in the warm-up."""
+        """This rank's compression errors, see `OneBitAllReduce.errors`; empty in the warm-up."""
         return self.exchange.errors if self.is_compressed else {}
 
     def load_errors(self, errors: dict[str, Any]) -> None:
-        """Takes back what `errors` was on this rank of as many ranks; nothing leaves them at zero."""
+        """Restores `errors` of this rank, saved with the same number of ranks; if empty, they stay as is."""
         self._lost_errors = ""
         if errors:
             self.exchange.load_errors(errors)
 
     def lose_errors(self, reason: str) -> None:
-        """Has the errors begin at zero; the reason is said if there should have been some."""
+        """Resets the errors to zero; warns with the reason if the checkpoint should have had some."""
         self._exchange, self._lost_errors = None, reason if self.is_compressed else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; besides, the number of steps and this rank's errors. Masks are not in it."""
+        """Like torch's, with the number of steps and this rank's errors, but without masks."""
         state = super().state_dict()
         groups = [{name: value for name, value in group.items() if name != MASK} for group in state["param_groups"]]
         more: dict[str, Any] = {"num_steps": self.num_steps, "freeze_step": self.freeze_step}
@@ -262,7 +262,7 @@ class OneBitOptimizer(Optimizer):
         return {**state, "param_groups": groups, **more}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave; masks stay as they are. The errors of another rank are not taken.
+        """Restores a state of `state_dict`; keeps the masks, and ignores errors of another rank.
 
         Raises:
             ConfigError: the checkpoint's second moments were frozen after another number of steps.
@@ -324,7 +324,7 @@ def _check_range(name: str, value: float, below: float = float("inf")) -> None:
 
 
 def average_gradients(optimizer: OneBitOptimizer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages gradients in the warm-up; afterwards they stay on their rank, and DDP sends nothing.
+    """Averages gradients in the warm-up; afterwards each rank keeps its own, and DDP sends nothing.
 
     ddp.register_comm_hook(optimizer, average_gradients)
     """
@@ -334,7 +334,7 @@ def average_gradients(optimizer: OneBitOptimizer, bucket: dist.GradBucket) -> to
 def average_gradients_in_fp16(
     optimizer: OneBitOptimizer, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """As `average_gradients`, but gradients are averaged in fp16 in the warm-up, which sends half as much."""
+    """Like `average_gradients`, but averages in fp16 in the warm-up, which sends half as much."""
     return _kept(bucket) if optimizer.is_compressed else fp16_compress_hook(_group(optimizer), bucket)
 
 

@@ -1,4 +1,4 @@
-"""1-bit optimizers under the Trainer: DDP's own all-reduce, and the errors in checkpoints."""
+"""1-bit optimizers under the Trainer: replaces DDP's all-reduce, and saves the errors in checkpoints."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _FILE = re.compile(r"onebit_errors_(\d+)_of_(\d+)\.safetensors")
 
 
 def make_onebit(name: str, model: torch.nn.Module, args: TrainingArguments, **settings: Any) -> OneBitOptimizer:
-    """A 1-bit optimizer with the learning rate, betas, eps and weight decay of `args`; moves the model to its device.
+    """Makes a 1-bit optimizer with learning rate, betas, eps and decay of `args`; moves the model to its device.
 
-    As the Trainer does, it decays weights, but neither biases nor norms.
+    Like the Trainer, it decays weights, but neither biases nor norms.
 
     Args:
-        name: of `METHODS`.
-        model: what is trained.
+        name: a name in `METHODS`.
+        model: the model to train.
         args: the Trainer's.
         **settings: the method's own.
 
@@ -54,13 +54,14 @@ def make_onebit(name: str, model: torch.nn.Module, args: TrainingArguments, **se
 
 
 class OneBitCallback(TrainerCallback):
-    """What a 1-bit optimizer needs of a Trainer under DDP.
+    """Connects a 1-bit optimizer to a Trainer under DDP.
 
         optimizer = make_onebit("onebit_lamb", model, args, freeze_step=1000)
         trainer = Trainer(model, args, ..., optimizers=(optimizer, None), callbacks=[OneBitCallback(optimizer)])
 
-    After the warm-up DDP's own all-reduce is off. Every rank's errors are saved beside the Trainer's checkpoint and
-    restored from it: a resumed run equals an uninterrupted one. Another number of ranks begins with none, and says so.
+    After the warm-up DDP's own all-reduce is off. Every rank's errors are saved in the Trainer's checkpoint and
+    restored from it: a resumed run equals an uninterrupted one. With another number of ranks, errors start at zero,
+    with a warning.
 
     Args:
         optimizer: the Trainer's.
@@ -75,8 +76,8 @@ class OneBitCallback(TrainerCallback):
         self.optimizer = optimizer
         self._warmup = average_gradients_in_fp16 if warmup_payload == "fp16" else average_gradients
         self._hooked: Any = None
-        self._bytes_told = 0  # by this rank, in lines of the log
-        self._bytes_before = 0  # by all ranks, before the checkpoint that training resumed from, and in no line yet
+        self._bytes_told = 0  # sent by this rank, and logged
+        self._bytes_before = 0  # sent by all ranks before the checkpoint of a resumed run, and not logged yet
         optimizer.saves_errors = False
 
     def on_train_begin(
@@ -88,9 +89,9 @@ class OneBitCallback(TrainerCallback):
             ConfigError: a setting of `REFUSALS` is used.
             UnsupportedError: several ranks train without DDP, or the Trainer has another optimizer.
         """
-        refuse({**vars(args), "optim": None}, "onebit")  # the Trainer has a default for that
+        refuse({**vars(args), "optim": None}, "onebit")  # `optim` has a default in the Trainer's arguments
         trainer = find_trainer()
-        move_before_trackers(self)  # and before who makes checkpoints whole
+        move_before_trackers(self)  # and before the callback that completes checkpoints
         if unwrap_optimizer(kwargs["optimizer"]) is not self.optimizer:
             raise UnsupportedError(
                 "OneBitCallback: the Trainer has another optimizer; give it optimizers=(optimizer, None)"
@@ -101,7 +102,7 @@ class OneBitCallback(TrainerCallback):
             self._load(find_resumed(args, state.global_step))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Adds `onebit/bytes_sent`, of all ranks since the last time, to what the Trainer logs."""
+        """Adds `onebit/bytes_sent`, by all ranks since the last log, to the Trainer's logs."""
         logs, since = kwargs.get("logs"), self._bytes_untold
         if logs is None or name_evaluated(logs) is not None or not since:
             return
@@ -111,7 +112,7 @@ class OneBitCallback(TrainerCallback):
             state.log_history[-1]["onebit/bytes_sent"] = logs["onebit/bytes_sent"]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Puts this rank's errors beside the Trainer's checkpoint."""
+        """Writes this rank's errors to the Trainer's checkpoint."""
         errors = self.optimizer.errors
         checkpoint = folder_of(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if errors and checkpoint.is_dir():
@@ -128,7 +129,7 @@ class OneBitCallback(TrainerCallback):
 
     @property
     def _bytes_untold(self) -> int:
-        """What all ranks have sent since the last line of the log."""
+        """Bytes that all ranks have sent since the last log."""
         since = self.optimizer.bytes_sent - self._bytes_told
         return self._bytes_before + (since and since * self.optimizer.exchange.num_ranks)
 
@@ -165,7 +166,7 @@ class OneBitCallback(TrainerCallback):
 
 
 def _read_bytes(path: Path | None) -> int:
-    """What all ranks had sent by a checkpoint that was in no line of the log yet; `path` holds a rank's errors."""
+    """Reads the bytes that all ranks had sent, but not logged yet, from a file with a rank's errors."""
     if path is None:
         return 0
     with safe_open(path, "pt") as stored:
