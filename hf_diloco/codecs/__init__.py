@@ -1,4 +1,4 @@
-"""Number formats on the wire: one file each, which is all that they need. `base` says what a codec must define."""
+"""Number formats on the wire, each defined by a single file. `base` says what a codec must define."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CODECS: dict[str, Codec] = {
     kind.name: kind()
     for kind in classes_in(__name__, Codec)  # type: ignore[type-abstract]
 }
-"""All that islands may name to each other; those of a user's files once `find_codec` has loaded them."""
+"""All codecs by name: the built-in ones, and those of a user's own files once `find_codec` has loaded them."""
 BUILT_IN = tuple(CODECS)
-"""The names of those that are not a user's."""
+"""The names of the codecs of this package."""
 
 
 def find_codec(name: str) -> Codec:
-    """The codec that the setting `payload` stands for: one of `CODECS`, or a user's own, as FILE.py:CLASS.
+    """Returns the codec for the setting `payload`: one of `BUILT_IN`, or a user's own, as FILE.py:CLASS.
 
     Raises:
-        ValueError: there is none, or it cannot be loaded; with the remedy.
+        ValueError: there is no such codec, or it cannot be loaded; the message has the remedy.
     """
     if is_own(name):
         return _own_codec(name)

@@ -1,6 +1,6 @@
-"""The seam between numbers and bytes: what a codec is, and error feedback for what it leaves out.
+"""The interface of a codec, which turns numbers into bytes and back, and error feedback for what a codec loses.
 
-Error feedback adds to a pseudo-gradient what a codec left out of the one before:
+Error feedback adds the codec's error of one pseudo-gradient, the residual, to the next:
 
     a(t)    = decay e(t-1) + Delta(t)
     sent(t) = decode(encode(a(t)))
@@ -23,28 +23,28 @@ from hf_diloco.utils.workspace import Workspace
 
 TILE_VALUES = 1 << 18
 """Values that several passes handle at a time, so that they run in the processor's cache: 1 MiB of fp32. A multiple of
-every codec's blocks."""
+every codec's block."""
 
-LANES = 32  # sums that are taken side by side
+LANES = 32  # sums that are accumulated in parallel
 
 
 class Codec(ABC):
     """Turns fp32 values into the bytes that travel, and back.
 
-    A vector is coded in blocks of `block_values` values, `block_bytes` bytes each, counted from its first value; the
-    last block may hold fewer values, and takes as many bytes. So code can be cut, and pieces of it decoded, wherever
-    a block begins. Numbers on the wire are little-endian.
+    A vector is encoded in blocks of `block_values` values and `block_bytes` bytes, counted from its first value. The
+    last block may hold fewer values, but takes as many bytes. So code can be cut, and pieces decoded, at every block
+    boundary. Numbers on the wire are little-endian.
 
-    A codec is deterministic, both ways: equal values have equal code, and equal code is decoded to the same bits on
-    all processors. Every instance may be used by several threads at once.
+    A codec is deterministic in both directions: equal values have equal code, and equal code decodes to the same bits
+    on all processors. Instances are thread-safe.
 
     Attributes:
-        name: what the setting `payload` calls it.
+        name: the codec's name in the setting `payload`.
         block_values: values in a block; a power of two.
-        block_bytes: bytes that they take.
-        is_exact: decoding gives back every value bit for bit.
-        feedback_decay: by default the share of what is left out that is sent later (`ErrorFeedback`, whose `decay` it
-            is). Above 0: what is left out is most of the values (`needs_feedback`).
+        block_bytes: bytes of a block.
+        is_exact: whether decoding restores every value bit for bit.
+        feedback_decay: the default `decay` of `ErrorFeedback`. Above 0 for codecs that drop most of the information
+            (`needs_feedback`).
     """
 
     name: str
@@ -55,44 +55,44 @@ class Codec(ABC):
 
     @property
     def needs_feedback(self) -> bool:
-        """Without feedback nothing is learnt, and an average cannot be coded again.
+        """Whether training needs error feedback. If so, an average cannot be encoded again without great loss.
 
-        So islands send each other their codes, and each averages by itself.
+        Islands then send each other their encoded values, and each computes the average itself.
         """
         return self.feedback_decay > 0
 
     def num_bytes(self, num_values: int) -> int:
-        """Bytes that `num_values` values take."""
+        """Returns the bytes that `num_values` values take."""
         return -(-num_values // self.block_values) * self.block_bytes
 
     def locate(self, low: int, high: int) -> slice:
-        """Where the code of the values from `low` to `high` lies; a block begins at `low`, and ends at `high`."""
+        """Returns the slice of the code for values from `low` to `high`, which must be block boundaries."""
         return slice(self.num_bytes(low), self.num_bytes(high))
 
     @abstractmethod
     def encode(self, values: torch.Tensor, code: torch.Tensor) -> None:
-        """Writes the code of `values` to `code`.
+        """Encodes `values` into `code`.
 
-        A block that holds a value that is not finite decodes to values that are not finite, or are beyond all
-        reason, never to others that look right.
+        A block with a value that is not finite decodes to values that are not finite or absurdly large, never to
+        values that look right.
 
         Args:
-            values: fp32, 1-D, contiguous; left as they are.
+            values: fp32, 1-D, contiguous; not modified.
             code: uint8, 1-D, contiguous, `num_bytes(values.numel())` bytes.
         """
 
     @abstractmethod
     def decode(self, code: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes what `code` stands for to `values`; arguments as for `encode`. Any bytes are some values."""
+        """Decodes `code` into `values`; arguments as for `encode`. Any bytes decode to some values."""
 
     def prepare(self) -> None:
-        """Codes one block of zeros, so that the first round does not wait for Numba and its machine code (seconds)."""
+        """Encodes one block of zeros, so that the first round does not wait seconds for Numba to compile or load."""
         values, code = torch.zeros(self.block_values), torch.empty(self.block_bytes, dtype=torch.uint8)
         self.encode(values, code)
         self.decode(code, values)
 
     def round_trip(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes to `out` what the code of `values` is decoded to; `out` may be `values`."""
+        """Encodes and decodes `values` into `out`, which may be `values`."""
         for low in range(0, values.numel(), TILE_VALUES):
             tile = values[low : low + TILE_VALUES]
             size = self.num_bytes(tile.numel())
@@ -105,14 +105,14 @@ _round_trips = Workspace()
 
 
 class ErrorFeedback:
-    """One rank's residual e: fp32, on the host. A round that fails leaves it as it was.
+    """One rank's residual e: fp32, on the host. A round that fails does not change it.
 
-    Takes 8 bytes a value: the residual, and the one that takes its place if the round is committed.
+    Takes 8 bytes per value: for the residual, and for the one that replaces it if the round is committed.
 
     Args:
-        codec: how pseudo-gradients travel.
+        codec: encodes the pseudo-gradients.
         decay: share of the residual that is added, above 0 up to 1.
-        size: values.
+        size: number of values.
 
     Attributes:
         residual: e; not a copy.
@@ -123,11 +123,11 @@ class ErrorFeedback:
         self._decay = decay
         self.residual = torch.zeros(size)
         self._next = torch.zeros(size)
-        self._is_finite = True  # what `_next` was made from
-        _add(torch.zeros(1), torch.zeros(1), decay)  # Numba is ready when the first round begins, as `Codec.prepare`
+        self._is_finite = True  # whether the values behind `_next` were
+        _add(torch.zeros(1), torch.zeros(1), decay)  # compiles before the first round, like `Codec.prepare`
 
     def add_(self, delta: torch.Tensor) -> float:
-        """Turns a pseudo-gradient into what is sent, before it is encoded; returns the sum of its squares."""
+        """Adds the residual to a pseudo-gradient in place, before it is encoded; returns its sum of squares."""
         square = 0.0
         for low in range(0, delta.numel(), TILE_VALUES):
             where = slice(low, low + TILE_VALUES)
@@ -139,28 +139,28 @@ class ErrorFeedback:
         return square
 
     def commit(self) -> None:
-        """What `add_` made last was used: its residual counts from now on.
+        """Replaces the residual by that of the last `add_`, whose values a committed round has used.
 
-        Unless it is not finite: no residual would be, ever after.
+        Keeps the old residual if the new one is not finite, as no later residual would be finite either.
         """
         if self._is_finite:
             self.residual, self._next = self._next, self.residual
 
     def commit_beside(self, progress: torch.Tensor) -> None:
-        """As `commit`, where more was trained since `add_`; `progress` is all of that, less what was sent.
+        """Like `commit`, if training went on since `add_`. `progress` is all progress, minus the values sent.
 
-        Leaves what was trained since: takes out Delta(t) - sent(t) = e(t) - decay e(t-1).
+        Reduces `progress` to the part since `add_`: subtracts Delta(t) - sent(t) = e(t) - decay e(t-1).
         """
         progress.sub_(self._next).add_(self.residual, alpha=self._decay)
         self.commit()
 
     def load(self, residual: torch.Tensor | None) -> None:
-        """Takes back a saved residual, without copying; None: nothing is left from before."""
+        """Restores a saved residual, without copying; None: zero."""
         self.residual = torch.zeros_like(self._next) if residual is None else residual
 
 
 def _add(values: torch.Tensor, residual: torch.Tensor, decay: float) -> float:
-    """values += decay x residual, the product rounded by itself; returns the sum of their squares."""
+    """values += decay x residual, without fused operations; returns the sum of their squares."""
     if is_compiled_for(values):
         return _add_in_lanes(values.numpy(), residual.numpy(), np.float32(decay))
     values.add_(residual * decay)

@@ -1,6 +1,6 @@
-"""What codecs of blocks share: the way through a long vector, and the largest magnitude of every block.
+"""The base of block codecs: tiling of long vectors, and the largest magnitude of every block.
 
-And what those of four bits a value do: sixteen levels, two codes a byte, a bf16 scale for every 128 values.
+And the base of 4-bit codecs: sixteen levels, two codes per byte, a bf16 scale for every 128 values.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from hf_diloco.codecs.compiled import INFINITY_BITS, MAGNITUDE_BITS, Loops, is_c
 from hf_diloco.utils.workspace import Workspace
 
 ACCELERATOR_TILE = 1 << 24
-"""Values that are coded at a time on an accelerator, so that scratch memory has a bound."""
+"""Values that are encoded at a time on an accelerator, to bound scratch memory."""
 
 BF16_BITS = np.int32(~0xFFFF)
 
 
 class BlockCodec(Codec):
-    """Codes whole blocks, many at a time. A partial block is padded with zeros, and what they decode to is cut off.
+    """Encodes whole blocks, many at a time. A partial block is padded with zeros, and its padding dropped on decoding.
 
-    There are two forms of every codec, with equal bytes and bits: loops for values on a processor, and PyTorch's
-    operations for values on an accelerator, or where Numba is not installed.
+    Every codec has two implementations with bit-identical results: compiled loops for values on a CPU, and PyTorch's
+    operations for values on an accelerator, or if Numba is not installed.
 
     Args:
-        compiled: False: PyTorch's operations on a processor, too.
+        compiled: False: use PyTorch's operations on a CPU, too.
 
     Attributes:
-        loops: what codes on a processor.
+        loops: the compiled loops.
     """
 
     loops: ClassVar[Loops]
@@ -44,11 +44,11 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
-        """Codes `values` (n, block_values) to `code` (n, block_bytes); the first `num_values` of each row are real."""
+        """Encodes `values` (n, block_values) into `code` (n, block_bytes); values after `num_values` are padding."""
 
     @abstractmethod
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
-        """Decodes `code` (n, block_bytes) to `values` (n, block_values)."""
+        """Decodes `code` (n, block_bytes) into `values` (n, block_values)."""
 
     def encode(self, values: torch.Tensor, code: torch.Tensor) -> None:
         for rows, blocks in self._tiles(values, code):
@@ -82,7 +82,7 @@ class BlockCodec(Codec):
             self._decode_blocks(code, values)
 
     def _tiles(self, values: torch.Tensor, code: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The whole blocks of a vector, a tile at a time: their values and their code, a row each."""
+        """Yields the whole blocks of a vector, a tile at a time: their values and their code, one row per block."""
         whole = values.numel() // self.block_values
         rows = values[: whole * self.block_values].view(whole, self.block_values)
         blocks = code[: whole * self.block_bytes].view(whole, self.block_bytes)
@@ -91,14 +91,14 @@ class BlockCodec(Codec):
             yield rows[first : first + step], blocks[first : first + step]
 
     def _scratch(self, name: str, like: torch.Tensor, dtype: torch.dtype, columns: int) -> torch.Tensor:
-        """A buffer with as many rows as `like`."""
+        """Returns a buffer with as many rows as `like`."""
         rows = like.shape[0]
         return self._workspace.take(name, rows * columns, dtype, like.device).view(rows, columns)
 
     def _largest_magnitudes(self, values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """max |v| of each row, (n, 1); infinite where a value is infinite or NaN. Overwrites `scratch`.
+        """Returns max |v| of each row, (n, 1); infinite if a value is infinite or NaN. Overwrites `scratch`.
 
-        By the bits of the magnitudes: as integers they are in the same order, NaN last, and compare faster.
+        Compares the bits of the magnitudes: as integers they have the same order, NaN last, and compare faster.
         """
         bits = scratch.view(torch.int32)
         torch.bitwise_and(values.view(torch.int32), int(MAGNITUDE_BITS), out=bits)
@@ -108,10 +108,10 @@ class BlockCodec(Codec):
 
 
 class FourBitCodec(BlockCodec):
-    """v ~ scale x levels[code], 4.125 bits a value.
+    """v ~ scale x levels[code], 4.125 bits per value.
 
     Block: the scale in bf16, then 64 bytes; byte i has the code of value 2i in its low half, of value 2i + 1 in its
-    high half. The scale is positive, or infinite if a value is not finite: then all decode to infinities and NaN.
+    high half. The scale is positive. It is infinite if a value is not finite: then all decode to infinities and NaN.
     """
 
     block_values = 128
@@ -121,11 +121,11 @@ class FourBitCodec(BlockCodec):
 
     @abstractmethod
     def _scales(self, largest: torch.Tensor) -> None:
-        """Turns the largest magnitudes into scales: normal numbers, with no more bits than bf16 has."""
+        """Turns the largest magnitudes into scales, in place: normal numbers that bf16 represents exactly."""
 
     @abstractmethod
     def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """The codes of `values`, uint8; overwrites both other arguments."""
+        """Returns the codes of `values`, uint8; overwrites both other arguments."""
 
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
         scratch = self._scratch("values", values, torch.float32, self.block_values)
@@ -138,8 +138,8 @@ class FourBitCodec(BlockCodec):
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
         indices = self._scratch("indices", values, torch.int32, self.block_values // 2)
         indices.copy_(code[:, 2:])
-        # Looking up both values of a byte at once is faster than taking it apart; complex64 is a pair of floats. Only
-        # from an even place can values be seen as pairs.
+        # Looking up both values of a byte at once is faster than splitting the byte; complex64 is a pair of floats.
+        # Values can be viewed as pairs only if they start at an even offset.
         is_even = values.storage_offset() % 2 == 0
         pairs = values if is_even else self._scratch("values", values, torch.float32, self.block_values)
         table = _pairs(self.levels, values.device)
@@ -151,6 +151,6 @@ class FourBitCodec(BlockCodec):
 
 @cache
 def _pairs(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """The two levels of each of the 256 bytes."""
+    """Returns the two levels of each of the 256 bytes, as one complex64 each."""
     values = torch.tensor(levels, dtype=torch.float32)
     return torch.view_as_complex(torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)).to(device)

@@ -1,4 +1,4 @@
-"""Values in a floating-point type of 32 or 16 bits: no scale, no error feedback."""
+"""Values as floating-point numbers of 32 or 16 bits: no scale, no error feedback."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hf_diloco.utils.workspace import Workspace
 
 
 class CastCodec(Codec):
-    """Sends values in another type.
+    """Casts values to another dtype.
 
     Attributes:
-        dtype: that type.
+        dtype: the dtype on the wire.
     """
 
     dtype: ClassVar[torch.dtype]
@@ -28,7 +28,7 @@ class CastCodec(Codec):
 
 
 class Fp32Codec(CastCodec):
-    """Sends values as they are."""
+    """Sends values unchanged."""
 
     name = "fp32"
     dtype = torch.float32
@@ -37,7 +37,7 @@ class Fp32Codec(CastCodec):
 
 
 class Bf16Codec(CastCodec):
-    """Sends values with 8 bits of precision, and the range of fp32."""
+    """Sends values with 8 bits of precision and the range of fp32."""
 
     name = "bf16"
     dtype = torch.bfloat16
@@ -47,7 +47,7 @@ class Bf16Codec(CastCodec):
 class Fp16Codec(CastCodec):
     """Sends values with 11 bits of precision, as OpenDiLoCo does (arXiv 2407.07852).
 
-    The type reaches to 65,504: larger magnitudes are clamped to it rather than becoming infinite.
+    The largest fp16 number is 65,504: larger magnitudes are clamped to it, so that they do not become infinite.
     """
 
     name = "fp16"

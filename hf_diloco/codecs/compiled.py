@@ -1,7 +1,7 @@
-"""Loops that are compiled by Numba at their first call, and what they share: numbers as their bits, and as bytes.
+"""Loops that Numba compiles at their first call, and common helpers: bits of numbers, packing into bytes.
 
-Numba and LLVM take 208 MB, so they are an extra. Without them PyTorch's operations do the same, slower, with the same
-bits (`is_compiled_for`).
+Numba and LLVM take 208 MB, so they are an optional extra. Without them, PyTorch's operations give bit-identical
+results, but are slower (`is_compiled_for`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Array = NDArray[np.floating]  # fp32 or fp64
 
 MAGNITUDE_BITS = np.int32(0x7FFF_FFFF)
 INFINITY_BITS = np.int32(0x7F80_0000)
-GATHER_BITS = np.uint64(0x0102_0408_1020_4080)  # times eight bytes of 0 or 1, that of byte i is in bit 56 + i
+GATHER_BITS = np.uint64(0x0102_0408_1020_4080)  # times eight bytes of 0 or 1: moves byte i to bit 56 + i
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class Loops(NamedTuple):
-    """What a codec does on a processor.
+    """The compiled loops of a codec.
 
     Attributes:
-        encode: takes values (n, block_values), code (n, block_bytes), and how many values of each row are real.
+        encode: takes values (n, block_values), code (n, block_bytes), and the number of values per row before padding.
         decode: takes code and values of these shapes.
     """
 
@@ -41,7 +41,7 @@ class Loops(NamedTuple):
 
 
 def is_compiled_for(values: torch.Tensor) -> bool:
-    """Whether compiled loops are to be called for values of this device; else PyTorch's operations."""
+    """Whether to use compiled loops for values on this device, and not PyTorch's operations."""
     return values.device.type == "cpu" and _has_numba()
 
 
@@ -51,25 +51,25 @@ def _has_numba() -> bool:
 
 
 def compiled(function: Function) -> Function:
-    """Compiles `function` at its first call, and keeps the machine code on disk for other processes.
+    """Compiles `function` at its first call, and caches the machine code on disk for other processes.
 
-    It runs on the thread that calls it and without Python's lock. Nothing is reordered or fused: floating-point
-    results are those of any processor. Integers are taken for what their types say: a sum of np.int32 is 64 bits long
-    until it is cast.
+    The function runs on the calling thread without Python's lock. Nothing is reordered or fused, so floating-point
+    results are the same on all processors. Numba's integer types apply: a sum of np.int32 has 64 bits until it is
+    cast.
     """
     return cast(Function, _Compiled(function, fastmath=False))
 
 
 def compiled_with_fma(function: Function) -> Function:
-    """As `compiled`, but a product and the sum that it goes into are rounded once, where the processor does that.
+    """Like `compiled`, but fuses a product and the sum that uses it into one rounding, if the processor has FMA.
 
-    So do PyTorch's operations (`lerp`, `add` with `alpha`), whose bits come out then.
+    PyTorch's operations (`lerp`, `add` with `alpha`) do the same, so results are bit-identical to theirs.
     """
     return cast(Function, _Compiled(function, fastmath={"contract"}))
 
 
 class _Compiled:
-    """A function that imports Numba when it is first called: many processes never are to code anything."""
+    """A function that imports Numba at its first call: many processes never encode anything."""
 
     def __init__(self, function: Callable[..., object], fastmath: bool | set[str]) -> None:
         self._function = cast(FunctionType, function)
@@ -84,27 +84,27 @@ class _Compiled:
         import numba
 
         names = self._function.__globals__
-        for name in self._function.__code__.co_names:  # those that it calls, as Numba knows them
+        for name in self._function.__code__.co_names:  # replaces functions that it calls by Numba's
             if isinstance(called := names.get(name), _Compiled):
                 names[name] = called.machine_code
         settings: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": self._fastmath}
         try:
             return cast(Callable[..., Any], numba.njit(cache=True, **settings)(self._function))
-        except RuntimeError:  # neither the package's folder nor the user's cache may be written
+        except RuntimeError:  # neither the package's folder nor the user's cache is writable
             return cast(Callable[..., Any], numba.njit(**settings)(self._function))
 
 
 @compiled
 def cut(value: np.float32, bits: np.int32) -> np.float32:
-    """`value` with only these of its bits."""
+    """Returns `value` with all other bits set to 0."""
     return np.int32(np.float32(value).view(np.int32) & bits).view(np.float32)
 
 
 @compiled
 def largest_magnitude(row: Values) -> np.float32:
-    """max |v|; infinite if a value is infinite or NaN.
+    """Returns max |v|; infinite if a value is infinite or NaN.
 
-    By the bits of the magnitudes: as integers they are in the same order, NaN last.
+    Compares the bits of the magnitudes: as integers they have the same order, NaN last.
     """
     bits = row.view(np.int32)
     largest = np.int32(0)
@@ -115,7 +115,7 @@ def largest_magnitude(row: Values) -> np.float32:
 
 @compiled
 def write_fp32(code: Bytes, value: np.float32) -> None:
-    """Writes the four bytes of `value`, wherever they lie."""
+    """Writes the four bytes of `value`; `code` needs no alignment."""
     bits = np.float32(value).view(np.int32)
     for place in range(4):
         code[place] = np.uint8(bits >> (8 * place))
@@ -123,14 +123,14 @@ def write_fp32(code: Bytes, value: np.float32) -> None:
 
 @compiled
 def read_fp32(code: Bytes) -> np.float32:
-    """What `write_fp32` wrote."""
+    """Reads a value that `write_fp32` wrote."""
     low = np.int32(code[0]) | np.int32(code[1]) << 8
     return np.int32(low | np.int32(code[2]) << 16 | np.int32(code[3]) << 24).view(np.float32)
 
 
 @compiled
 def write_bf16(code: Bytes, value: np.float32) -> None:
-    """Writes the upper two bytes of `value`: all of it, if it has no more bits than bf16."""
+    """Writes the upper two bytes of `value`, which is exact if bf16 represents `value`."""
     bits = np.float32(value).view(np.int32)
     code[0] = np.uint8(bits >> 16)
     code[1] = np.uint8(bits >> 24)
@@ -138,20 +138,20 @@ def write_bf16(code: Bytes, value: np.float32) -> None:
 
 @compiled
 def read_bf16(code: Bytes) -> np.float32:
-    """The bf16 that lies there."""
+    """Reads a bf16."""
     return np.int32(np.int32(code[0]) << 16 | np.int32(code[1]) << 24).view(np.float32)
 
 
 @compiled
 def pack_pairs(codes: Bytes, out: Bytes) -> None:
-    """Two codes of four bits a byte, the first in the low half."""
+    """Packs two 4-bit codes into each byte, the first in the low half."""
     for i in range(out.shape[0]):
         out[i] = codes[2 * i] | codes[2 * i + 1] << 4
 
 
 @compiled
 def pack_bits(is_set: Bytes, out: Bytes) -> None:
-    """Eight bytes of 0 or 1 to one byte, the first in its lowest bit; `is_set` holds eight times as many as `out`."""
+    """Packs eight bytes of 0 or 1 into one, the first in the lowest bit; `is_set` has eight times as many as `out`."""
     eights = is_set.view(np.uint64)
     for i in range(out.shape[0]):
         out[i] = eights[i] * GATHER_BITS >> np.uint64(56)
@@ -159,7 +159,7 @@ def pack_bits(is_set: Bytes, out: Bytes) -> None:
 
 @compiled
 def fill_signs(bits: Bytes, magnitude: np.float32, out: Values) -> None:
-    """Writes -magnitude for every set bit and magnitude for others; `out` holds up to eight times as many."""
+    """Writes -magnitude for every set bit and magnitude for others; `out` has up to eight times as many values."""
     for i in range(out.shape[0] // 8):
         for place in range(8):
             out[8 * i + place] = -magnitude if bits[i] >> place & 1 else magnitude

@@ -1,4 +1,4 @@
-"""fp4 E3M0 of Streaming DiLoCo (arXiv 2501.18512): a sign, three bits of exponent, no mantissa."""
+"""The fp4 format E3M0 of Streaming DiLoCo (arXiv 2501.18512): a sign, three bits of exponent, no mantissa."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPONENT_OF_ZERO = np.int32(120)  # one less than that of 2^-6
 
 @compiled
 def _encode(values: Values, code: Bytes, num_values: int) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     codes = np.empty(values.shape[1], np.uint8)
     for block in range(values.shape[0]):
         row, out = values[block], code[block, 2:]
@@ -46,7 +46,7 @@ def _encode(values: Values, code: Bytes, num_values: int) -> None:
 
 @compiled
 def _decode(code: Bytes, values: Values) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     for block in range(values.shape[0]):
         row, codes = values[block], code[block, 2:]
         scale = read_bf16(code[block])
@@ -58,7 +58,7 @@ def _decode(code: Bytes, values: Values) -> None:
 
 @compiled
 def _level(code: np.int32) -> np.float32:
-    """What the four low bits of `code` stand for."""
+    """Decodes the four low bits of `code`."""
     exponent = np.int32(code & 7)
     magnitude = np.int32(exponent + EXPONENT_OF_ZERO << 23) if exponent > 0 else np.int32(0)
     return np.int32(magnitude | (code & 8) << 28).view(np.float32)
@@ -67,10 +67,10 @@ def _level(code: np.int32) -> np.float32:
 class Fp4Codec(FourBitCodec):
     """v ~ +-scale x m, m = 0 or 2^-6 to 2^0; scale = max |v|, cut to bf16.
 
-    The level nearest in value is taken, of two as near the larger. So |v - decoded| <= (1 + 2^-20) x max(|v| / 3,
-    2^-7 x scale). Decoding rounds nothing, and coding what was decoded gives the same code again.
+    Values round to the nearest level, ties to the larger one. So |v - decoded| <= (1 + 2^-20) x max(|v| / 3,
+    2^-7 x scale). Decoding is exact, and encoding decoded values gives the same code again.
 
-    Code: the sign in bit 3; in the bits below it 0 for m = 0, else 7 plus the exponent of m.
+    Code: the sign in bit 3; the lower bits are 0 for m = 0, else 7 plus the exponent of m.
     """
 
     name = "fp4"
@@ -84,7 +84,7 @@ class Fp4Codec(FourBitCodec):
     def _codes(self, values: torch.Tensor, inverse_scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         bits = torch.mul(values, inverse_scale, out=scratch).view(torch.int32)
         magnitudes = (bits & int(MAGNITUDE_BITS)).clamp_max_(int(ONE))
-        # Half a mantissa rounds the exponent. Below the smallest level, what rounds to it has its own rule.
+        # Adding half a mantissa rounds the exponent. Values below the smallest level that round to it need a check.
         exponents = (magnitudes + int(HALF_MANTISSA) >> 23).sub_(int(EXPONENT_OF_ZERO))
         exponents = torch.maximum(exponents, (magnitudes >= int(HALF_OF_SMALLEST)).int())
         return exponents.bitwise_or_(bits >> 28 & 8).to(torch.uint8)

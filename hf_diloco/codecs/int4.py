@@ -20,12 +20,12 @@ from hf_diloco.codecs.compiled import (
 
 SCALE_OF_LARGEST = np.float32((1 + 2**-22) / 7)
 SMALLEST_SCALE = np.float32(2.0**-126)
-ROUNDING = np.float32(1.5 * 2**23 + 8)  # as int8's; codes begin at 0
+ROUNDING = np.float32(1.5 * 2**23 + 8)  # as in int8, plus 8, so that codes are not negative
 
 
 @compiled
 def _encode(values: Values, code: Bytes, num_values: int) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     codes = np.empty(values.shape[1], np.uint8)
     for block in range(values.shape[0]):
         row, out = values[block], code[block, 2:]
@@ -39,7 +39,7 @@ def _encode(values: Values, code: Bytes, num_values: int) -> None:
 
 @compiled
 def _decode(code: Bytes, values: Values) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     for block in range(values.shape[0]):
         row, codes = values[block], code[block, 2:]
         scale = read_bf16(code[block])
@@ -52,8 +52,8 @@ def _decode(code: Bytes, values: Values) -> None:
 class Int4Codec(FourBitCodec):
     """v ~ scale x (code - 8); scale = max |v| / 7, cut to bf16; code = 8 + round(v / scale), 1 to 15.
 
-    |v - decoded| <= (1/2 + 2^-20) x scale for all finite values. Decoding rounds nothing, and coding what was decoded
-    gives the same code again.
+    |v - decoded| <= (1/2 + 2^-20) x scale for all finite values. Decoding is exact, and encoding decoded values gives
+    the same code again.
     """
 
     name = "int4"

@@ -8,17 +8,17 @@ import torch
 from hf_diloco.codecs.blocks import BlockCodec
 from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, cut, largest_magnitude, read_fp32, write_fp32
 
-# 1/127 and a little more, so that the scale of a block that was decoded comes out as what it was, not an ulp below.
+# Slightly more than 1/127, so that encoding a decoded block gives the same scale again, not one ulp less.
 SCALE_OF_LARGEST = np.float32((1 + 2**-22) / 127)
 SMALLEST_SCALE = np.float32(2.0**-126)  # the smallest normal number: its reciprocal is finite
 SCALE_BITS = np.int32(~0x7F)
-# Adding it to a float moves the nearest integer, ties to even, into the low bits of the mantissa.
+# Added to a float, it moves the nearest integer, ties to even, into the low bits of the mantissa.
 ROUNDING = np.float32(1.5 * 2**23)
 
 
 @compiled
 def _encode(values: Values, code: Bytes, num_values: int) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     for block in range(values.shape[0]):
         row, out = values[block], code[block, 4:]
         scale = max(cut(largest_magnitude(row) * SCALE_OF_LARGEST, SCALE_BITS), SMALLEST_SCALE)
@@ -30,7 +30,7 @@ def _encode(values: Values, code: Bytes, num_values: int) -> None:
 
 @compiled
 def _decode(code: Bytes, values: Values) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     for block in range(values.shape[0]):
         row, codes = values[block], code[block, 4:]
         scale = read_fp32(code[block])
@@ -39,10 +39,10 @@ def _decode(code: Bytes, values: Values) -> None:
 
 
 class Int8Codec(BlockCodec):
-    """v ~ scale x code; scale = max |v| / 127, code = round(v / scale), 8.125 bits a value.
+    """v ~ scale x code; scale = max |v| / 127, code = round(v / scale), 8.125 bits per value.
 
     |v - decoded| <= (1/2 + 2^-15) x scale for all finite values. The scale is cut to 17 bits of precision, so
-    that scale x code is exact: decoding rounds nothing, and coding what was decoded gives the same code again.
+    that scale x code is exact: decoding is exact, and encoding decoded values gives the same code again.
     A block that holds inf or NaN has an infinite scale and decodes to infinities and NaN.
 
     Block: the scale in fp32, then 256 int8.

@@ -1,16 +1,18 @@
-"""A lattice code: a value is sent by its lowest bits alone, and the receiver's own model tells the rest.
+"""A lattice code: the sender sends only the lowest bits of a value; the receiver's own model supplies the rest.
 
     Enc(a) = round(a / ε) mod q
     Dec(c, b) = ε (c + q round((b / ε - c) / q))
 
-(SwarmSGD, arXiv 1910.12308, after Davies et al., arXiv 2002.09268.) Of all points of the lattice εZ with the code c
-the receiver takes the one next to its own value b. So bytes do not buy a range of values, but a distance between
-models: a is decoded to within ε/2 while |a - b| < (q - 1) ε / 2, which is qε/2 less the half step that rounding a may
-take. From (q + 1) ε / 2 on it never is; between the two it depends on how a was rounded.
+(SwarmSGD, arXiv 1910.12308, after Davies et al., arXiv 2002.09268.) Of all points of the lattice εZ with the code c,
+the receiver takes the one nearest to its own value b. So the number of bytes does not limit the range of values, but
+the distance between models: a is decoded to within ε/2 if |a - b| < (q - 1) ε / 2, which is qε/2 minus the half step
+that rounding a may take. From (q + 1) ε / 2 on, decoding always fails; between the two, it depends on the rounding of
+a.
 
-Farther away the nearest point is another one, ε q from the right one, and looks as good. Therefore codes travel with a
-checksum of round(a / ε) as 64-bit integers for every `CHECK_VALUES` values, which is compared after decoding. It is
-seeded with ε: at a receiver with another step the integers may well be right, and the values are not.
+When decoding fails, the nearest point is a wrong one, a multiple of ε q from the right one, and looks plausible.
+Therefore the payload has a checksum of round(a / ε), as 64-bit integers, for every `CHECK_VALUES` values, which the
+receiver compares after decoding. The checksum's seed is ε: a receiver with another step may get the right integers,
+but wrong values.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ from hf_diloco.errors import ConfigError, PayloadError, UnsupportedError
 from hf_diloco.utils.workspace import Workspace
 
 CHECK_VALUES = 1 << 12
-"""Values that share a checksum, and are left out together: 8 bytes for 4,096 or 8,192 bytes of codes."""
+"""Values that share a checksum, and are rejected together: 8 bytes for 4,096 or 8,192 bytes of codes."""
 
 _CHECK_BYTES = 8
 TILE_VALUES = 1 << 17
-"""Values handled at a time, in buffers of 64 bits that stay in the cache; whole blocks of checksums."""
+"""Values handled at a time, in 64-bit buffers that fit the cache; a multiple of `CHECK_VALUES`."""
 
 _LARGEST = float(1 << 51)
-"""Below it half steps are exact in fp64, so that sender and receiver round alike, and none beyond what int64 holds."""
+"""Below it, half steps are exact in fp64, so that sender and receiver round alike, and integers fit int64."""
 
 _CODES = {1: torch.int8, 2: torch.int16}
 
 
 class LatticeCodec:
-    """The code above with q = 256 or 65,536. Works on host memory, in fp64, a tile at a time; deterministic.
+    """The code above with q = 256 or 65,536. Computes in host memory, in fp64, a tile at a time; deterministic.
 
-    A payload of n values is ⌈n / CHECK_VALUES⌉ checksums (XXH3 of 64 bits, whose seed are the bits of ε in fp64), then
-    n codes of `code_bytes` each, the lowest bits of round(a / ε) in two's complement; all little-endian. Equal values
+    A payload of n values has ⌈n / CHECK_VALUES⌉ checksums (64-bit XXH3, seeded with the bits of ε in fp64), then n
+    codes of `code_bytes` each, the lowest bits of round(a / ε) in two's complement; all little-endian. Equal values
     have equal payloads.
 
     Args:
@@ -50,7 +52,7 @@ class LatticeCodec:
         step: ε, in units of the values.
 
     Raises:
-        ConfigError: neither 1 nor 2 bytes; a step that is no positive finite number.
+        ConfigError: neither 1 nor 2 bytes; or the step is not a positive finite number.
     """
 
     def __init__(self, code_bytes: int, step: float) -> None:
@@ -66,11 +68,11 @@ class LatticeCodec:
 
     @property
     def reach(self) -> float:
-        """(q - 1) ε / 2: models closer than this, in every value, are decoded."""
+        """(q - 1) ε / 2: values closer than this to the receiver's own are always decoded."""
         return (self._q - 1) * self.step / 2
 
     def num_bytes(self, num_values: int) -> int:
-        """The size of the payload of `num_values` values."""
+        """Returns the size of the payload of `num_values` values."""
         return _num_checks(num_values) * _CHECK_BYTES + num_values * self.code_bytes
 
     def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
@@ -92,19 +94,19 @@ class LatticeCodec:
             checks[low // CHECK_VALUES : _num_checks(high)] = self._digests(high - low)
 
     def decode(self, payload: torch.Tensor, near: torch.Tensor, out: torch.Tensor) -> int:
-        """Writes what a payload stands for to `out`, and `near` in blocks that are out of range.
+        """Decodes a payload into `out`; in blocks that cannot be decoded, copies `near`.
 
         Args:
             payload: as `encode` writes it.
-            near: the receiver's own values, as `values` of `encode`.
-            out: as `near`, which it must not overlap.
+            near: the receiver's own values; format as for `values` of `encode`.
+            out: like `near`, which it must not overlap.
 
         Returns:
-            Blocks of `CHECK_VALUES` values that cannot be decoded, as models are too far apart there, or the payload
-            was not made with this step.
+            The number of blocks of `CHECK_VALUES` values that cannot be decoded, because the models are too far apart
+            there, or the payload was encoded with another step.
 
         Raises:
-            PayloadError: the payload has another length than one of so many values.
+            PayloadError: the payload's length does not match the number of values.
         """
         checks, codes = self._cut(payload, near.numel())
         num_failed = 0
@@ -120,15 +122,15 @@ class LatticeCodec:
         return num_failed
 
     def _nearest(self, codes: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
-        """The integers with these codes next to `scaled`, as fp64, in its place; and as int64 for `_digests`."""
+        """Replaces `scaled` by the nearest integers with these codes, as fp64; also stores int64 for `_digests`."""
         code = self._workspace.take("code", codes.numel(), torch.float64, codes.device)
-        code.copy_(codes)  # a signed one: as good as any other of its class
+        code.copy_(codes)  # signed codes, which are congruent modulo q to the unsigned ones
         scaled.sub_(code).mul_(1 / self._q).round_().mul_(self._q).add_(code)
         self._integers(scaled)
         return scaled
 
     def _scaled(self, values: torch.Tensor) -> torch.Tensor:
-        """values / ε in fp64, divided, not multiplied by 1 / ε: one rounding, the same on every processor."""
+        """values / ε in fp64. A division, not a product with 1 / ε: rounds once, the same on every processor."""
         scaled = self._workspace.take("scaled", values.numel(), torch.float64, torch.device("cpu"))
         return scaled.copy_(values).div_(self.step)
 
@@ -137,15 +139,15 @@ class LatticeCodec:
         return integers.copy_(scaled)
 
     def _digests(self, num_values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Digests of the integers that `_integers` made last, one a block."""
+        """Returns digests of the last integers of `_integers`, one per block."""
         data = self._workspace.take("integers", num_values, torch.int64, torch.device("cpu")).numpy()
         blocks = (data[low : low + CHECK_VALUES] for low in range(0, num_values, CHECK_VALUES))
         return np.fromiter((xxhash.xxh3_64_intdigest(block.data, self._seed) for block in blocks), np.uint64)
 
     def _check(self, scaled: torch.Tensor, values: torch.Tensor, offset: int) -> None:
-        """Raises `UnsupportedError` for what is no point of the lattice."""
+        """Raises `UnsupportedError` for values without a point on the lattice."""
         least, largest = (float(bound) for bound in scaled.aminmax())
-        if max(-least, largest) < _LARGEST:  # with a NaN both are NaN, which is less than nothing
+        if max(-least, largest) < _LARGEST:  # with a NaN both are NaN, and the comparison is false
             return
         where = int(torch.nonzero(~(scaled.abs() < _LARGEST))[0])
         value = float(values[where])
@@ -161,7 +163,7 @@ class LatticeCodec:
     def _cut(
         self, payload: torch.Tensor, num_values: int
     ) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint64]], torch.Tensor]:
-        """The checksums and the codes of a payload, in its memory."""
+        """Returns views of a payload's checksums and codes."""
         if payload.numel() != self.num_bytes(num_values):
             raise PayloadError(
                 f"a lattice payload of {payload.numel():,} bytes: {num_values:,} values take "

@@ -1,4 +1,4 @@
-"""The sign of every value, and their mean magnitude (scaled signSGD with error feedback: arXiv 1901.09847)."""
+"""The sign of every value and the mean magnitude of a block (scaled signSGD with error feedback, arXiv 1901.09847)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, cut, fill_
 from hf_diloco.utils.workspace import Workspace
 
 SCALE_BITS = np.int32(~0xFFF)
-# Of eight bytes as an int64, the lowest bit of each; times the other, that of byte i is in bit 56 + i.
+# A mask for the lowest bit of each of the eight bytes of an int64, and the factor that moves the bit of byte i to bit
+# 56 + i.
 LOWEST_BITS = 0x0101_0101_0101_0101
 GATHER_BITS = 0x0102_0408_1020_4080
-LANES = 64  # sums that are taken side by side
+LANES = 64  # sums that are accumulated in parallel
 
 
 @compiled
 def _encode(values: Values, code: Bytes, num_values: int) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     is_negative = np.empty(values.shape[1], np.uint8)
     sums = np.empty(LANES)
     for block in range(values.shape[0]):
@@ -37,13 +38,13 @@ def _encode(values: Values, code: Bytes, num_values: int) -> None:
 
 @compiled
 def _decode(code: Bytes, values: Values) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     for block in range(values.shape[0]):
         fill_signs(code[block, 4:], read_fp32(code[block]), values[block])
 
 
 class SignBits:
-    """Signs as bits, by PyTorch's operations: a set bit for v < 0; value i of a row is bit i % 8 of byte i // 8."""
+    """Packs signs into bits by PyTorch's operations: set for v < 0; value i of a row is bit i % 8 of byte i // 8."""
 
     def __init__(self) -> None:
         self._workspace = Workspace()
@@ -51,14 +52,14 @@ class SignBits:
     def pack(self, values: torch.Tensor, bits: torch.Tensor) -> None:
         """Writes the signs of `values`, fp32 (n, 8 m), to `bits`, uint8 (n, m)."""
         scratch = self._take("values", values, torch.float32)
-        torch.add(values, 0.0, out=scratch)  # makes -0 0
+        torch.add(values, 0.0, out=scratch)  # turns -0 into +0
         signs = self._take("signs", values, torch.uint8)
         signs.copy_(scratch.view(torch.int32).bitwise_right_shift_(31))
         eights = signs.view(torch.int64).bitwise_and_(LOWEST_BITS).mul_(GATHER_BITS)
         bits.copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
 
     def unpack(self, bits: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes -1 for every set bit of `bits`, uint8 (n, m), and 1 for others to `values`, fp32 (n, 8 m)."""
+        """Writes -1 to `values`, fp32 (n, 8 m), for every set bit of `bits`, uint8 (n, m), and 1 for others."""
         indices = self._take("indices", bits, torch.int32)
         indices.copy_(bits)
         eights = self._take("eights", bits, torch.int64)
@@ -71,17 +72,17 @@ class SignBits:
 
 @cache
 def _eights(device: torch.device) -> torch.Tensor:
-    """What each of the 256 bytes decodes to: eight int8, +1 or -1, in one int64."""
+    """Returns the decoded form of each of the 256 bytes: eight int8, +1 or -1, in one int64."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     return (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
 
 
 class SignCodec(BlockCodec):
-    """v ~ scale x (1 if v >= 0 else -1); scale = the mean of |v| in its block, 1.008 bits a value.
+    """v ~ scale x (1 if v >= 0 else -1); scale = the mean of |v| in its block, 1.008 bits per value.
 
-    Zeros of either sign count as positive. The scale is cut to 12 bits of precision, so that the mean of what was
-    decoded is the scale again, in whichever order it is summed. A block that holds inf or NaN has a scale that is not
-    finite, and decodes to infinities or NaN.
+    Zeros of either sign count as positive. The scale is cut to 12 bits of precision, so that the mean magnitude of
+    decoded values is exactly the scale, in any order of summation. A block that holds inf or NaN has a scale that is
+    not finite, and decodes to infinities or NaN.
 
     Block: the scale in fp32, then 512 bytes of signs, a set bit for v < 0; value i is bit i % 8 of byte i // 8.
     """

@@ -1,4 +1,4 @@
-"""The largest values of every chunk, in two bits each: what SparseLoCo sends (arXiv 2508.15706)."""
+"""The largest values of every block, in two bits each, as SparseLoCo sends them (arXiv 2508.15706)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LARGEST_MAGNITUDE = torch.finfo(torch.bfloat16).max
 
 GROUPS, GROUP_VALUES = 512, 8
 INDEX_MASK_32 = np.int32(INDEX_MASK)
-KEY_BITS = np.int32(0x7FFF_FFFF & ~INDEX_MASK)  # of a magnitude, less those that the index takes
-COARSE_BITS = 17  # of a magnitude that are not looked at when groups are chosen
+KEY_BITS = np.int32(0x7FFF_FFFF & ~INDEX_MASK)  # of a magnitude, without the low bits that the index replaces
+COARSE_BITS = 17  # low bits of a magnitude that are ignored in the choice of groups
 
 Keys = NDArray[np.int32]
 
 
 @compiled
 def _encode(values: Values, code: Bytes, num_values: int) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     largest, candidates = np.empty(GROUPS, np.int32), np.empty(BLOCK + 1, np.int32)
     keys, entries, magnitudes = np.empty(KEPT, np.int32), np.empty(KEPT, np.int64), np.empty(KEPT)
     for block in range(values.shape[0]):
@@ -53,11 +53,11 @@ def _encode(values: Values, code: Bytes, num_values: int) -> None:
 
 @compiled
 def _decode(code: Bytes, values: Values) -> None:
-    """As `Loops`."""
+    """See `Loops`."""
     for block in range(values.shape[0]):
         row, packed = values[block], code[block, 4:]
         larger, smaller = read_bf16(code[block]), read_bf16(code[block, 2:])
-        row[:] = larger * np.float32(0)  # NaN if that is what they are
+        row[:] = larger * np.float32(0)  # NaN if the magnitudes are NaN
         for first in range(0, packed.shape[0], 7):
             word = np.int64(0)
             for place in range(7):
@@ -72,8 +72,8 @@ def _decode(code: Bytes, values: Values) -> None:
 def _select(bits: Keys, largest: Keys, candidates: Keys, keys: Keys) -> None:
     """Writes the `KEPT` largest of a row's keys, smallest first; overwrites the other buffers.
 
-    A key is a magnitude and, in place of its low bits, its index from the end: no two are equal. The row is seen as
-    groups. What is among the largest lies in the groups with the largest maxima, which are found first.
+    A key is a magnitude whose low bits are replaced by its index, counted from the end, so that no two are equal. The
+    row is divided into groups. The largest keys are in the groups with the largest maxima, which are found first.
     """
     largest[:] = 0
     for i in range(GROUP_VALUES):
@@ -93,7 +93,7 @@ def _select(bits: Keys, largest: Keys, candidates: Keys, keys: Keys) -> None:
         key = candidates[i]
         candidates[kept] = key
         kept += int(key >= threshold)
-    for i in range(KEPT):  # to its rank
+    for i in range(KEPT):  # puts each key at its rank
         rank = np.int32(0)
         for j in range(KEPT):
             rank += np.int32(candidates[j] < candidates[i])
@@ -102,7 +102,7 @@ def _select(bits: Keys, largest: Keys, candidates: Keys, keys: Keys) -> None:
 
 @compiled
 def _threshold(keys: Keys, number: int, lowest_bit: int) -> np.int32:
-    """The largest number that `KEPT` of the first `number` keys reach; its bits below the lowest are 0."""
+    """Returns the largest number that `KEPT` of the first `number` keys reach; bits below `lowest_bit` are 0."""
     threshold = np.int32(0)
     for bit in range(30, lowest_bit - 1, -1):
         trial = np.int32(threshold | np.int32(1) << bit)
@@ -116,7 +116,7 @@ def _threshold(keys: Keys, number: int, lowest_bit: int) -> np.int32:
 
 @compiled
 def _two_means(magnitudes: NDArray[np.float64]) -> tuple[float, float, int]:
-    """As `two_means`, for one row: the two numbers, and how many the second stands for."""
+    """Like `two_means`, for one row: returns the two means, and how many magnitudes the second represents."""
     grid = magnitudes[KEPT - 1] * KEPT
     total, num_zeros = 0.0, 0
     for i in range(KEPT):
@@ -136,7 +136,7 @@ def _two_means(magnitudes: NDArray[np.float64]) -> tuple[float, float, int]:
 
 @compiled
 def _round_to_bf16(value: float) -> np.float32:
-    """Rounds to nearest, ties to even; clamps what is too large; keeps NaN."""
+    """Rounds to nearest, ties to even; clamps to the largest finite bf16; keeps NaN."""
     if value != value:
         return np.float32(np.nan)
     bits = np.int64(np.float32(min(value, LARGEST_MAGNITUDE)).view(np.int32))
@@ -145,7 +145,7 @@ def _round_to_bf16(value: float) -> np.float32:
 
 @compiled
 def _pack(entries: NDArray[np.int64], out: Bytes) -> None:
-    """Four entries in seven bytes."""
+    """Packs every four entries into seven bytes."""
     for word in range(KEPT // 4):
         bits = np.int64(0)
         for i in range(4):
@@ -170,11 +170,11 @@ def _constants(device: torch.device) -> _Constants:
 
 
 class TopKCodec(BlockCodec):
-    """Keeps 64 of 4,096 values, as their sign and one of two magnitudes; the others decode to 0. 0.227 bits a value.
+    """Keeps 64 of 4,096 values, as a sign and one of two magnitudes; the others decode to 0. 0.227 bits per value.
 
-    Kept are the largest magnitudes, compared with 12 bits of precision; of equal ones the first. The kept ones are
-    parted where that makes the squared error least, and the two means are their magnitudes. If less than 64 values
-    are not 0, the largest is named several times. A block that holds inf or NaN decodes to NaN.
+    The codec keeps the largest magnitudes, compared with 12 bits of precision; of equal ones, the first. It splits
+    them into smaller and larger ones so that the squared error is smallest, and represents each part by its mean. If
+    fewer than 64 values are not 0, the entry of the largest is repeated. A block that holds inf or NaN decodes to NaN.
 
     Block: the two magnitudes in bf16, the larger first; 64 entries of 14 bits, smallest value first, four in 7 bytes,
     from the low bits. Bits 0 to 11 of an entry are the index, bit 12 is set for the smaller magnitude, bit 13 for a
@@ -184,7 +184,7 @@ class TopKCodec(BlockCodec):
     name = "topk"
     block_values = BLOCK
     block_bytes = 4 + KEPT * ENTRY_BITS // 8
-    feedback_decay = 0.95  # as SparseLoCo's (arXiv 2508.15706)
+    feedback_decay = 0.95  # as in SparseLoCo (arXiv 2508.15706)
 
     loops = Loops(_encode, _decode)
 
@@ -202,10 +202,10 @@ class TopKCodec(BlockCodec):
         code[:, 4:].unflatten(1, (-1, 7)).copy_(words.view(torch.uint8)[:, :, :7])
 
     def _largest(self, values: torch.Tensor, from_end: torch.Tensor) -> torch.Tensor:
-        """The indices (n, 64) of the largest magnitudes of each row, smallest first.
+        """Returns the indices (n, 64) of the largest magnitudes of each row, smallest first.
 
-        The index, counted from the end, takes the place of the low bits of the magnitude: so no two are equal, the
-        result does not depend on the method, and need not be looked for afterwards.
+        The index, counted from the end, replaces the low bits of the magnitude. So no two keys are equal, the result
+        does not depend on the algorithm, and the keys contain the indices.
         """
         keys = self._scratch("keys", values, torch.int32, self.block_values)
         torch.bitwise_and(values.view(torch.int32), int(KEY_BITS), out=keys).bitwise_or_(from_end)
@@ -217,25 +217,25 @@ class TopKCodec(BlockCodec):
         words.view(torch.uint8)[:, :, :7].copy_(code[:, 4:].unflatten(1, (-1, 7)))
         entries = (words >> _constants(values.device).shifts).flatten(1)
         levels = torch.cat([magnitudes, -magnitudes], 1).gather(1, entries >> INDEX_BITS & 3)
-        values.copy_(magnitudes[:, :1] * 0)  # NaN if that is what they are
+        values.copy_(magnitudes[:, :1] * 0)  # NaN if the magnitudes are NaN
         values.scatter_(1, entries & INDEX_MASK, levels)
 
 
 def two_means(
     magnitudes: torch.Tensor, num_zeros: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two numbers that stand for a row of magnitudes best (n, 2), and how many the second stands for (n, 1).
+    """Returns the two numbers that best represent a row of magnitudes (n, 2), and the count of the second one (n, 1).
 
-    If c magnitudes are S in sum, and the k smallest S_k, then the squared error is the least where
-    S_k^2 / k + (S - S_k)^2 / (c - k) is the largest; the numbers are the means of the smaller ones and of the others.
+    If c magnitudes have the sum S, and the k smallest the sum S_k, the squared error is smallest where
+    S_k^2 / k + (S - S_k)^2 / (c - k) is largest; the numbers are the means of the others and of the k smallest.
 
     Args:
         magnitudes: (n, 64), smallest first. A row that holds inf or NaN ends with it, and has NaN as its means.
-        num_zeros: (n, 1); how many do not count.
+        num_zeros: (n, 1); the number of zeros, which do not count.
         counts: 0 to 63 in fp64.
     """
-    # Rounded to multiples of about 2^-46 of the largest, all sums are exact: they do not depend on the order in which
-    # a processor adds.
+    # Values are rounded to multiples of about 2^-46 of the largest, so that all sums are exact, in any order of
+    # summation.
     grid = magnitudes[:, -1:].double() * KEPT
     rounded = (magnitudes + grid).sub_(grid)
     sums = rounded.cumsum(1)
