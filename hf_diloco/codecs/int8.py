@@ -41,8 +41,8 @@ def _decode(code: Bytes, values: Values) -> None:
 class Int8Codec(BlockCodec):
     """v ~ scale x code; scale = max |v| / 127, code = round(v / scale), 8.125 bits per value.
 
-    |v - decoded| <= (1/2 + 2^-15) x scale for all finite values. The scale is cut to 17 bits of precision, so
-    that scale x code is exact: decoding is exact, and encoding decoded values gives the same code again.
+    |v - decoded| <= (1/2 + 2^-15) x scale for all finite values. The scale is cut to 17 bits of precision, so that
+    scale x code, and hence decoding, is exact. Encoding decoded values gives the same code again.
     A block that holds inf or NaN has an infinite scale and decodes to infinities and NaN.
 
     Block: the scale in fp32, then 256 int8.

@@ -26,7 +26,7 @@ _ROW_VALUES = 2048
 
 
 def mix_(out: torch.Tensor, own: torch.Tensor, others: Sequence[tuple[float, torch.Tensor]]) -> None:
-    """Writes own + Σ_j w_j (other_j - own) to `out`, which is Σ_j w_ij vector_j where the weights sum to 1.
+    """Writes own + Σ_j w_j (other_j - own) to `out`, which equals Σ_j w_ij vector_j if the weights sum to 1.
 
     The neighbours' vectors are averaged into the running result one after the other; each counts by its share of the
     weight so far. In this form a row of weights sums to 1 exactly. Weights such as ⅓ are not exact in fp32, and the

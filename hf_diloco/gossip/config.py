@@ -48,7 +48,7 @@ def _payloads() -> list[str]:
 
 
 class SlowMoSettings(Block):
-    """SlowMo over the method (arXiv 1910.00643); the defaults are the paper's over gossip with SGD."""
+    """SlowMo on top of the method (arXiv 1910.00643); the defaults are the paper's for gossip with SGD."""
 
     sync_every: int = Field(default=48, ge=1, description="steps of the method between outer steps (τ)")
     outer_lr: float = Field(

@@ -209,7 +209,7 @@ class Neighbours(ABC):
             IslandLostError: a node did not answer within the timeout.
         """
 
-    def offer(self, x: torch.Tensor, step: int) -> None:  # noqa: B027 - most transports have nobody come back
+    def offer(self, x: torch.Tensor, step: int) -> None:  # noqa: B027 - in most transports no node is restarted
         """Lets a restarted neighbour enter with this node's parameters. Called at the beginning of every step.
 
         Args:

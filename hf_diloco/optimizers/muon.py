@@ -45,7 +45,7 @@ class MuonAdamW(Optimizer):
         adamw: names of further parameters for AdamW, such as a head that `get_output_embeddings` does not return.
 
     Raises:
-        ConfigError: a setting is out of its range, or `adamw` names none of the model's parameters.
+        ConfigError: a setting is out of its range, or a name in `adamw` is not a parameter of the model.
         UnsupportedError: the model has no matrix in a hidden layer.
     """
 

@@ -15,7 +15,7 @@ from hf_diloco.store.values import ValueStore
 T = TypeVar("T")
 
 KEEPER = 0
-"""The node whose process keeps the store."""
+"""The node whose process hosts the store."""
 
 
 def lost_key(node: int) -> str:

@@ -6,7 +6,7 @@
     x_i ← x_i - γ m_i
 
 DSGD is gradient descent with the gradient g̃; DecentLaM is momentum SGD with it. Sends y: d values to each neighbour.
-The limit is where g̃ = 0, which is that of DSGD, for any β; with β = 0 DecentLaM is DSGD. At constant γ it equals the
+In the limit g̃ = 0, so the limit is that of DSGD, for any β; with β = 0 DecentLaM is DSGD. At constant γ it equals the
 heavy ball x⁺ = W (x - γ g) + β (x - x⁻).
 
 Directed graphs need a small β (see `hf_diloco.methods.topology.stability`); a graph and a β that diverge are refused.
