@@ -1,4 +1,4 @@
-"""Outer state on disk, beside the Trainer's checkpoint that it belongs to.
+"""Outer state on disk, inside the Trainer's checkpoint that it belongs to.
 
     checkpoint-N/diloco/rank-00000.safetensors   one rank's part: flat fp32 tensors ("anchor", "momentum", "residual")
                                                  and, in fp64, numbers that are the same on all ranks
@@ -6,9 +6,9 @@
     checkpoint-N/diloco/outer.json               round, steps since it, each file's intervals; size and digest of every
                                                  file of the checkpoint, the Trainer's and DeepSpeed's too
 
-Files are written under another name, flushed, then renamed. `outer.json` comes last, when all else is on the disk: a
-checkpoint is whole that has it, and the files that it lists. Each file of the outer state says which intervals of the
-canonical index space it holds, so that an island of another number of ranks can read it.
+Each file is written under a temporary name, flushed, then renamed. `outer.json` is written last, when everything else
+is on disk: a checkpoint is complete if it has `outer.json` and all files listed there. For each file of the outer
+state, `outer.json` lists its intervals of the canonical index space, so that any number of ranks can read it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ logger = logging.getLogger("hf_diloco")
 
 FOLDER = "diloco"
 RECORD = f"{FOLDER}/outer.json"
-"""The file that is written last into a checkpoint."""
+"""The record, which is written last into a checkpoint."""
 _FORMAT = 5
 _READ_FORMATS = (1, 2, 3, 4, 5)
-"""1 is without the Trainer's files, 2 without the parameters' shapes, 3 without the record's own digest, 4 without
-the steps at which rounds are due."""
+"""Format 1 lacks the Trainer's files, 2 the parameters' shapes, 3 the record's own digest, 4 the steps at which
+rounds are due."""
 
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
@@ -67,13 +67,13 @@ class OuterFile(BaseModel):
 
 
 class FragmentIndex(BaseModel):
-    """How far one fragment is: `steps_since_sync` and `weight_since_sync` of its own.
+    """The progress of one fragment: `steps` and `weight` since its last round.
 
-    `due_at` is after how many steps its next round is due; None: as always, or where others say. `install_in` is after
-    how many steps the masters take the outer parameters of its last round; None: they have.
-    `digest` is what islands agree on; it cannot be computed again where their outer parameters differ. `parameters`
-    is one of their names and sizes. `anticipated_of` is of how many islands' average an island has taken its own part.
-    `distances` are as `OuterState.distances` gives them; none: not finite, or of an earlier version.
+    `due_at`: inner steps after which its next round is due; None: the default, or set by peers. `install_in`: inner
+    steps until the masters take the outer parameters of the last round; None: they have. `digest`: compared among
+    islands; cannot be recomputed where their outer parameters differ. `parameters`: digest of their names and sizes.
+    `anticipated_of`: number of islands in the average of which this island has applied its own part in advance.
+    `distances`: from `OuterState.distances`; empty if not finite, or from an earlier version.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -89,7 +89,7 @@ class FragmentIndex(BaseModel):
 
 
 class OuterPart(NamedTuple):
-    """One fragment's tensors on one rank, each 1-D fp32, and what of the canonical index space they hold in order."""
+    """One fragment's tensors on one rank, each 1-D fp32, and the intervals of the canonical index space in them."""
 
     tensors: Mapping[str, torch.Tensor]
     intervals: Sequence[Interval]
@@ -100,19 +100,19 @@ class OuterIndex(BaseModel):
 
     Attributes:
         round: rounds completed.
-        steps_since_sync: inner steps since the last of them; `sync_every` means that the next was due but failed.
+        steps_since_sync: inner steps since the last round; `sync_every` means that the next was due but failed.
         weight_since_sync: examples or tokens behind the next pseudo-gradient.
         global_step: optimizer steps of the Trainer.
         num_parameters: trainable parameters of the whole model.
         model: digest of the trainable parameters' names and sizes.
-        parameters: shape of each trainable parameter by name, in the model's order: what the outer state is of.
+        parameters: shape of each trainable parameter by name, in the model's order.
         outer_digest: digest of the outer parameters of the island.
         run: id of the run in its object store; empty without one.
-        settings: the outer loop's settings when it was written.
-        data: how far the island had read.
-        fragments: how far each is; for the one whose round is next, the same as above.
-        files: what each rank wrote.
-        checkpoint: every file of the checkpoint; empty where others write it, who call `save_state` of a loop.
+        settings: the outer loop's settings when the checkpoint was written.
+        data: the island's position in its data.
+        fragments: progress of each fragment; the values above repeat those of the fragment whose round is next.
+        files: the files that the ranks wrote.
+        checkpoint: every file of the checkpoint; empty where others write it, around a loop's `save_state`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -144,14 +144,14 @@ def save_outer(
         island: the ranks that write.
         parts: this rank's outer state, one a fragment.
         index: everything but `files` and `checkpoint`.
-        is_last: everything else is there already: all files are recorded.
+        is_last: everything else is in the checkpoint already, so its files are recorded, too.
 
     Raises:
-        CheckpointError: a rank cannot write, or the disk is full; on every rank. The checkpoint is not whole.
+        CheckpointError: a rank cannot write, or the disk is full; on every rank. The checkpoint is incomplete.
     """
     folder = checkpoint / FOLDER
     parts_files = island.on_all(lambda: _write_parts(folder, island.rank, parts))
-    files = island.gather([file.model_dump() for file in parts_files])  # all have written before any old file goes
+    files = island.gather([file.model_dump() for file in parts_files])  # replaces no old file before all have written
     island.on_leader(lambda: _forget_index(checkpoint))
     island.on_all(lambda: _give_names(checkpoint, parts_files))
     everything = record_files(checkpoint, island, RECORD) if is_last else []
@@ -170,12 +170,12 @@ def _write_parts(folder: Path, rank: int, parts: Sequence[OuterPart]) -> list[Ou
     except CheckpointError:
         for path in paths:
             with suppress(OSError):  # there may be no such folder
-                _temporary(path).unlink()  # its space may be what others lack
+                _temporary(path).unlink()  # frees its disk space
         raise
 
 
 def _forget_index(checkpoint: Path) -> None:
-    """From here until `_write_index` the checkpoint counts as incomplete."""
+    """Deletes the index: the checkpoint counts as incomplete until `_write_index`."""
     with telling(checkpoint):
         (checkpoint / RECORD).unlink(missing_ok=True)
 
@@ -214,10 +214,10 @@ def _write_part(path: Path, part: OuterPart) -> OuterFile:
 
 
 def read_index(checkpoint: Path) -> OuterIndex:
-    """The index of a checkpoint's outer state.
+    """Returns the index of a checkpoint's outer state.
 
     Raises:
-        CheckpointError: there is none, or it is not whole.
+        CheckpointError: the index or a file that it lists is missing, cut short or cannot be read.
     """
     path = checkpoint / RECORD
     absent = f"{checkpoint} has no outer state ({path.name} is missing): it was not written by this package"
@@ -233,19 +233,19 @@ def read_index(checkpoint: Path) -> OuterIndex:
 
 
 def check_checkpoint(checkpoint: Path, island: IslandGroup) -> None:
-    """Reads every file of a checkpoint. Collective over the island's ranks.
+    """Reads every file of a checkpoint and checks its digest. Collective over the island's ranks.
 
     Raises:
-        CheckpointError: one does not hold what was written to it, which the message names; on every rank.
+        CheckpointError: a file is corrupt; the message names it; on every rank.
     """
     index = island.on_all(lambda: read_index(checkpoint))
     check_contents(checkpoint, index.checkpoint, island)
 
 
 def newest_sound(checkpoints: Sequence[Path], island: IslandGroup) -> Path | None:
-    """The last of some checkpoints whose files all hold what was written to them; damaged ones are told.
+    """Returns the last of `checkpoints` whose files are all intact, None if there is none. Warns about corrupt ones.
 
-    Collective over the island's ranks; what the leader passes counts.
+    Collective over the island's ranks; uses the leader's argument.
     """
     return first_sound(checkpoints[::-1], lambda path: read_index(path).checkpoint, island)
 
@@ -258,24 +258,24 @@ def load_outer(
     Args:
         checkpoint: the folder.
         index: of the checkpoint.
-        intervals: what is wanted of the canonical index space.
-        only: the one tensor that is wanted, as "anchor"; None: all.
+        intervals: the part of the canonical index space to read.
+        only: the only tensor to read, such as "anchor"; None: all.
 
     Raises:
-        CheckpointError: a file's contents are not what was written, or the intervals are not covered.
+        CheckpointError: a file is corrupt, or the files do not cover the intervals.
     """
     folder = checkpoint / FOLDER
     mine = list(intervals)
     for file in index.files:
         if file.intervals == mine:
-            # A copy: what was read is mapped from the file, which goes when newer checkpoints come.
+            # A copy: the tensors are mapped from the file, which is deleted when newer checkpoints are written.
             found = _read_file(folder / file.name, file).items()
             return {name: stored.clone() for name, stored in found if only in (None, name)}
     return _assemble(folder, index, mine, only)
 
 
 def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
-    """All whole checkpoints of a run, oldest first. Their files are there and as long as they were; none is read."""
+    """Returns all complete checkpoints of a run, oldest first. Checks that files exist with their recorded size."""
     found = []
     for path in Path(output_dir).glob("checkpoint-*"):
         with suppress(CheckpointError, OSError):
@@ -291,15 +291,15 @@ def find_complete(folder: Path) -> list[Path]:
 
 
 def last_of_earlier_round(begun_at: int, folder: Path, written: Collection[Path]) -> list[Path]:
-    """The newest checkpoint of a round before the newest one's: what all islands can go back to.
+    """Returns the newest checkpoint of an earlier round than the newest one's: all islands can return to it.
 
-    Others may have been ended before they had written one of the newest round. They may never have had what an earlier
-    training, of which all went back, has left of later steps: it counts for nothing.
+    Other islands may have stopped before they wrote a checkpoint of the newest round. Checkpoints of later steps that
+    an earlier training left behind are ignored: all islands went back past them, and peers may never have had them.
 
     Args:
-        begun_at: the step that this training has begun at.
+        begun_at: the step at which this training began.
         folder: of the checkpoints.
-        written: those that this training has written.
+        written: checkpoints that this training has written.
     """
     found = [
         (path, index.round)
@@ -310,9 +310,9 @@ def last_of_earlier_round(begun_at: int, folder: Path, written: Collection[Path]
 
 
 def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path, tuple[int, str]]]:
-    """The whole checkpoints that a run may go on from, with round and outer digest, oldest first, on every rank.
+    """Returns the complete checkpoints that a run can resume from, with round and outer digest, oldest first.
 
-    As `complete_checkpoints`; newer ones that are not whole are told.
+    As `complete_checkpoints`, on every rank; warns about newer checkpoints that are incomplete.
     """
 
     def look() -> list[tuple[str, int, str]]:
@@ -326,7 +326,7 @@ def whole_checkpoints(output_dir: Path, island: IslandGroup) -> list[tuple[Path,
 
 
 def _broken_after(output_dir: Path, step: int) -> Iterator[str]:
-    """What is wrong with checkpoints of later steps."""
+    """Yields a warning for each incomplete checkpoint of a later step."""
     for path in output_dir.glob("checkpoint-*"):  # a user's copy or link may have a name without a step
         if (numbered := _NUMBERED.fullmatch(path.name)) and int(numbered[1]) > step:
             try:
@@ -338,7 +338,7 @@ def _broken_after(output_dir: Path, step: int) -> Iterator[str]:
 
 
 def _read_file(path: Path, file: OuterFile) -> dict[str, torch.Tensor]:
-    """One rank's tensors, checked against what was written."""
+    """Returns one rank's tensors, after checking their digest."""
     try:
         with safe_open(path, "pt") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
@@ -350,7 +350,7 @@ def _read_file(path: Path, file: OuterFile) -> dict[str, torch.Tensor]:
 
 
 def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval], only: str | None) -> dict[str, torch.Tensor]:
-    """Puts `intervals` together from files that are cut in another way."""
+    """Assembles `intervals` from files that are cut in another way."""
     length = sum(size for _, size in intervals)
     tensors: dict[str, torch.Tensor] = {}
     covered = 0
@@ -361,7 +361,7 @@ def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval], only: 
         for name, stored in _read_file(folder / file.name, file).items():
             if only not in (None, name):
                 continue
-            if stored.dtype == torch.float64:  # a few numbers, equal on all ranks, not a part of a vector
+            if stored.dtype == torch.float64:  # a few numbers that are equal on all ranks, not part of a vector
                 tensors[name] = stored.clone()
                 continue
             if name not in tensors:
@@ -378,7 +378,7 @@ def _assemble(folder: Path, index: OuterIndex, intervals: list[Interval], only: 
 
 
 def match_intervals(stored: Sequence[Interval], wanted: Sequence[Interval]) -> list[tuple[int, int, int]]:
-    """(position in the stored vector, position in the wanted one, length) of all that the two share."""
+    """Returns (position in the stored vector, position in the wanted one, length) of each run that both contain."""
     found = []
     source = 0
     for stored_start, stored_length in stored:

@@ -1,4 +1,4 @@
-"""The outer parameters of a checkpoint as a plain Hugging Face folder, made without the training and without a GPU."""
+"""Exports the outer parameters of a checkpoint to a plain Hugging Face folder, without the training or a GPU."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
 _COMPILED = "_orig_mod."  # put before names by torch.compile
 _ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)")
-"""In a parameter's name, what its adapter is called: "default", unless `get_peft_model` was given another name."""
+"""Finds the adapter's name in a parameter's name: "default", unless `get_peft_model` was given another name."""
 
 _PROMPTS = {
     "prompt_encoder.embedding.weight": "prompt_embeddings",
     "prompt_encoder.prefix_task_cols": "prefix_task_cols",
     "prompt_encoder.prefix_task_rows": "prefix_task_rows",
 }
-"""Prompts that are parameters themselves: their names in the model and in files."""
+"""Names, in the model and in files, of prompts that are parameters themselves."""
 
 
 def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
-    """The checkpoint that `path` is, or the newest whole one of an island's folder, or of island 0 of a run's.
+    """Returns the checkpoint at `path`, or the newest complete one in the folder of an island, or of a run's island 0.
 
     Raises:
         CheckpointError: there is none.
@@ -49,10 +49,10 @@ def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
 
 
 def outer_parameters(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Tensor]:
-    """The outer parameters by name, in fp32: what training trains, of the whole model, whatever shards hold it.
+    """Returns the outer parameters by name, in fp32: all trained parameters, assembled from all shards.
 
     Raises:
-        CheckpointError: a file is damaged, or the checkpoint was written before their shapes were.
+        CheckpointError: a file is corrupt, or the checkpoint is too old to contain the parameters' shapes.
     """
     if not index.parameters:
         raise CheckpointError(
@@ -68,19 +68,19 @@ def outer_parameters(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Ten
 
 
 def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None = None) -> None:
-    """Writes the outer parameters to `folder`, with configuration and tokenizer, as `from_pretrained` loads it.
+    """Writes the outer parameters to `folder`, with configuration and tokenizer, for `from_pretrained` to load.
 
     A checkpoint of adapters becomes a PEFT folder. Parameters that are not trained come from the checkpoint, if it
     has them.
 
     Args:
         checkpoint: the Trainer's `checkpoint-N`.
-        index: its outer state's.
-        folder: is made; must not exist.
+        index: of its outer state.
+        folder: to create; must not exist.
         like: a folder with the model's configuration and tokenizer, if the checkpoint has none.
 
     Raises:
-        CheckpointError: it cannot be done, with what is missing.
+        CheckpointError: the export is impossible; the message says what is missing.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already: name another folder, or remove it")
@@ -106,7 +106,7 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
 
 
 def _find_adapter(source: Path, parameters: Iterable[str]) -> tuple[str, Path | None]:
-    """An adapter's name, and where PEFT's settings of it are: in a folder of that name unless it is "default"."""
+    """Returns an adapter's name and the path of its PEFT settings: in a folder of that name unless it is "default"."""
     named = next((found[1] for found in map(_ADAPTER.search, parameters) if found), "")
     if (source / ADAPTER_CONFIG).is_file():
         return named or "default", source / ADAPTER_CONFIG
@@ -117,10 +117,10 @@ def _find_adapter(source: Path, parameters: Iterable[str]) -> tuple[str, Path | 
 def _in_files_of_peft(
     checkpoint: Path, adapter: str, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Outer parameters by the names that PEFT gives them in files, and what else it has written of the adapter.
+    """Returns the outer parameters under PEFT's names for files, with all else that PEFT wrote of the adapter.
 
     Raises:
-        CheckpointError: PEFT writes prompts that it computes from the parameters.
+        CheckpointError: PEFT's files would hold prompts that it computes from the parameters.
     """
     place = re.compile(rf"(?:\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     found = {_name_in_file(place.sub("", name)): value.clone() for name, value in parameters.items()}
@@ -134,7 +134,7 @@ def _in_files_of_peft(
 
 
 def _name_in_file(name: str) -> str:
-    """What PEFT calls a parameter in files, of its name without the adapter's."""
+    """Returns PEFT's name for a parameter in files, given its name without the adapter's."""
     if name.endswith(".vblora_vector_bank"):
         return "base_model.vblora_vector_bank"
     name = _PROMPTS.get(name, name)
@@ -162,7 +162,7 @@ def _save_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tens
             f"{checkpoint} has no values of {missing[0]} and {len(missing) - 1} others, which were not trained: they "
             "are only in the model that training began from"
         )
-    # By the names of training: files may have others, which `from_pretrained` translates.
+    # By the names that training uses: files may have others, which `from_pretrained` translates.
     for name, value in parameters.items():
         own[name].data.copy_(value)
     model.save_pretrained(folder)

@@ -1,10 +1,10 @@
 """One rank's part of the outer state of the parameters that are synchronised together: all, or one fragment's.
 
-    masters -> pseudo_gradient (+ what was left out before) -> (average over the islands) -> step -> masters
+    masters -> pseudo_gradient (+ residual) -> (average over the islands) -> step -> masters
 
-With one fragment (DiLoCo) the masters take the outer parameters at once. In Streaming DiLoCo (arXiv 2501.18512) the
-average may come `fragment_sync_delay` inner steps later; the outer step still starts from the old outer parameters,
-and the masters become alpha * local + (1 - alpha) * outer.
+With one fragment (DiLoCo) the outer parameters are installed in the masters at once. In Streaming DiLoCo
+(arXiv 2501.18512) the average may arrive `fragment_sync_delay` inner steps later; the outer step still starts from the
+old outer parameters, and the masters become alpha * local + (1 - alpha) * outer.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from hf_diloco.methods.outer.eager import Eager
 
 
 class ScratchPool:
-    """fp32 host vectors for what is on its way in or out: as many as are in use at a time, and kept.
+    """A pool of fp32 host vectors for data in flight. Allocates a vector when none is free, and keeps all for reuse.
 
     Args:
-        size: values in each.
-        is_locked: the masters are on a CUDA device: vectors are page-locked.
+        size: values in each vector.
+        is_locked: whether to page-lock the vectors, because the masters are on a CUDA device.
     """
 
     def __init__(self, size: int, is_locked: bool) -> None:
         self.size = size
         self.is_locked = is_locked
         self._free: list[torch.Tensor] = []
-        self._locked: list[torch.Tensor] = []  # all of them: a view alone would not keep one's pages locked
+        self._locked: list[torch.Tensor] = []  # a view alone would not keep a vector's pages locked
 
     def take(self) -> torch.Tensor:
         try:
             return self._free.pop()
-        except IndexError:  # asked first, another thread could take the last one in between
+        except IndexError:  # not checked first: another thread could take the last vector in between
             return self._make()
 
     def _make(self) -> torch.Tensor:
@@ -63,21 +63,21 @@ class Fragment:
     Args:
         config: the outer loop's settings.
         island: the ranks of this island.
-        partition: which part of the fragment is this rank's.
+        partition: this rank's part of the fragment.
         intervals: the same part in the canonical index space of the whole model.
-        pool: of vectors at least as long.
+        pool: of vectors at least as long as this part.
         due_at: inner steps before its first round.
-        groups: the inner optimizer's parameter groups, where the method wants its learning rates.
+        groups: the inner optimizer's parameter groups, if the method uses its learning rates.
 
     Attributes:
-        method: holds the outer parameters and all else that it keeps, and takes the outer step.
-        codec: how pseudo-gradients travel.
+        method: holds the outer parameters and the rest of the method's state, and takes the outer step.
+        codec: encodes the pseudo-gradients.
         steps: inner steps since the last round.
         weight: examples or tokens since then.
         due_at: inner steps since then at which the next round is due.
         meets_in_store: the islands may come and go.
-        install_in: inner steps until the masters take the outer parameters of a round that is under way; None: no
-            round is.
+        install_in: inner steps until the outer parameters of the round in flight are installed in the masters; None:
+            no round is in flight.
         digest: of the whole island's outer parameters of the fragment; empty before there are any.
     """
 
@@ -104,75 +104,75 @@ class Fragment:
         self._island = island
         self._pool = pool
         self._vector: torch.Tensor | None = None
-        self._fed_at: int | None = None  # inner steps behind what `feedback` holds ready
+        self._fed_at: int | None = None  # inner steps in the pseudo-gradient that `feedback` has not committed
         self.meets_in_store = config.meets_in_store
-        is_alone = config.num_islands == 1 and not self.meets_in_store  # nothing is encoded, so nothing is left out
+        is_alone = config.num_islands == 1 and not self.meets_in_store  # nothing is encoded, so there is no residual
         decay = 0.0 if is_alone else config.feedback_decay
         self.feedback = ErrorFeedback(self.codec, decay, partition.numel) if decay else None
 
     @property
     def scratch(self) -> torch.Tensor:
-        """fp32 host vector of this rank's part, until it is released."""
+        """This fragment's fp32 host vector, `partition.numel` values; taken from the pool until `release`."""
         if self._vector is None:
             self._vector = self._pool.take()
         return self._vector[: self.partition.numel]
 
     def release(self) -> None:
-        """Lets other fragments have the scratch vector."""
+        """Returns the scratch vector to the pool."""
         if self._vector is not None:
             self._pool.give(self._vector)
             self._vector = None
 
     def lend(self) -> torch.Tensor:
-        """Another such vector, until it is given back."""
+        """Returns a second vector like `scratch`, to be returned with `take_back`."""
         return self._pool.take()[: self.partition.numel]
 
     def take_back(self, vector: torch.Tensor) -> None:
-        """Lets others have a vector that was lent."""
+        """Returns a vector from `lend` to the pool."""
         self._pool.give(vector.as_strided((self._pool.size,), (1,), 0))
 
     def begin(self) -> None:
-        """Takes the master weights as the first outer parameters. Collective over the island's ranks."""
+        """Makes the master weights the first outer parameters. Collective over the island's ranks."""
         self.method.start(self.read_masters())
 
     def read_masters(self) -> torch.Tensor:
-        """Copies this rank's part of the masters into `scratch`, which it returns. Collective in the island."""
+        """Copies this rank's part of the masters into `scratch` and returns it. Collective in the island."""
         masters = self.scratch
         self.partition.gather(masters)
         return masters
 
     def pseudo_gradient_(self, island: IslandGroup, num_steps: int | None, with_residual: bool = True) -> float:
-        """Turns what `read_masters` has read into what this island contributes to a round; nothing else is changed.
+        """Turns the masters in `scratch` into this island's pseudo-gradient, in place; changes nothing else.
 
-        With error feedback, what was left out of its earlier ones is added. Collective over the island's ranks.
+        With error feedback, adds the residual of earlier pseudo-gradients. Collective over the island's ranks.
 
         Args:
             island: the ranks of the island; a group that nothing else uses meanwhile.
-            num_steps: inner steps behind it; None where the next ones have begun.
-            with_residual: False for what was trained only; what is known of the last pseudo-gradient stays known.
+            num_steps: inner steps in this pseudo-gradient; None if later inner steps have begun.
+            with_residual: False for the pseudo-gradient without the residual; `feedback` then stays unchanged.
 
         Returns:
-            The sum of the squares of the whole; not finite exactly if some value is not, or is beyond all reason.
+            The sum of squares over the whole island; not finite exactly if a value is not, or the sum overflows fp32.
         """
         own_square = self.method.pseudo_gradient_(self.scratch)
         if with_residual and self.feedback is not None:
             fed_square = self.feedback.add_(self.scratch)
             self._fed_at = num_steps
-            if math.isfinite(own_square):  # else it is beyond all reason, which sums in fp64 do not tell
+            if math.isfinite(own_square):  # else keep it: sums in fp64 hide the overflow
                 own_square = fed_square
         (square,) = island.sum([own_square])
         return square
 
     def take_progress(self) -> float:
-        """Puts the outer parameters less the masters into `scratch`; returns the sum of this rank's squares."""
+        """Writes the outer parameters minus the masters into `scratch`; returns this rank's sum of squares."""
         return self.method.pseudo_gradient_(self.read_masters())
 
     def step(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
         """Takes the outer step with the averaged pseudo-gradient; the masters stay as they are.
 
         Args:
-            mean: this rank's part of it.
-            took_part: it was made with what `pseudo_gradient_` made last.
+            mean: this rank's part of the average.
+            took_part: whether the average includes the last pseudo-gradient from `pseudo_gradient_`.
             rates: see `OuterMethod.step`.
         """
         if took_part:
@@ -180,21 +180,21 @@ class Fragment:
         self.method.step(mean, rates)
 
     def commit_feedback(self) -> None:
-        """What `pseudo_gradient_` made last was used: what it left out counts from now on."""
+        """Commits the residual of the last pseudo-gradient from `pseudo_gradient_`, after a round has used it."""
         if self.feedback is not None:
             self.feedback.commit()
             self._fed_at = None
 
     def take_out(self, progress: torch.Tensor, sent: torch.Tensor, num_steps: int) -> None:
-        """Takes out of `progress` what an earlier pseudo-gradient of this island has brought into a round.
+        """Subtracts from `progress`, in place, an earlier pseudo-gradient of this island that a round has used.
 
-        With error feedback, what that one left out becomes the residual. If another was made since, it is not known
-        any more and stays in `progress`; together with the residual that is as much.
+        With error feedback, the part lost in its encoding becomes the residual. If another pseudo-gradient was made
+        since, that part is not known any more and stays in `progress`; the sum of progress and residual is the same.
 
         Args:
-            progress: since the last round, this rank's part.
-            sent: what the others have read of the pseudo-gradient.
-            num_steps: inner steps behind it.
+            progress: this island's progress since the last round, this rank's part.
+            sent: the earlier pseudo-gradient as the other islands decoded it.
+            num_steps: inner steps in it.
         """
         progress.sub_(sent)
         if self.feedback is not None and self._fed_at == num_steps:
@@ -202,7 +202,7 @@ class Fragment:
         self._fed_at = None
 
     def commit_share(self, num_steps: int) -> None:
-        """As `commit_feedback`, for the pseudo-gradient after `num_steps`; an estimate if another was made since.
+        """Does `commit_feedback` for the pseudo-gradient of `num_steps`; estimates it if another was made since.
 
         Collective over the island's ranks.
         """
@@ -221,7 +221,7 @@ class Fragment:
     def write_masters(self, alpha: float = 0.0) -> None:
         """Writes alpha * masters + (1 - alpha) * outer parameters into the masters. Collective in the island.
 
-        Masters that are not finite are not kept, not even a share of them.
+        If the masters are not finite, alpha counts as 0.
         """
         if alpha:
             (square,) = self._island.sum([self._merge(alpha)])
@@ -233,7 +233,7 @@ class Fragment:
         self.partition.scatter(self.method.parameters)
 
     def _merge(self, alpha: float) -> float:
-        """Makes alpha * masters + (1 - alpha) * outer parameters in `scratch`; returns the masters' sum of squares."""
+        """Puts alpha * masters + (1 - alpha) * outer parameters in `scratch`; returns the masters' sum of squares."""
         self.partition.gather(self.scratch)
         square = 0.0
         for where in chunks(self.partition.numel):
@@ -243,11 +243,12 @@ class Fragment:
         return square
 
     def start_anew(self, due_at: int | None = None) -> None:
-        """The inner steps of the next round begin.
+        """Begins the inner steps of the next round.
 
         Args:
-            due_at: how many; default: `sync_every`. Where they begin late and all islands must be there, as many
-                fewer: they take as many rounds, whichever step each of them went on from.
+            due_at: number of inner steps before the round; default: `sync_every`. If all islands must be there and the
+                last round was late, the default is fewer by the delay, so that the number of rounds does not depend on
+                the step at which each island resumed.
         """
         if due_at is None:
             late = 0 if self.meets_in_store else max(0, self.steps - self.due_at)
@@ -258,23 +259,23 @@ class Fragment:
         self._fed_at = None
 
     def count_down(self, num_steps: int) -> None:
-        """Takes inner steps that a round has used from what is this island's own."""
+        """Subtracts `num_steps` inner steps that a round has used, and their share of the weight."""
         self.weight *= 1 - num_steps / self.steps
         self.steps -= num_steps
 
     def make_digest(self, island: IslandGroup | None = None) -> None:
-        """Computes `digest`. Collective over the ranks of `island`; default: the one given at first."""
+        """Computes `digest`. Collective over the ranks of `island`; default: the one given to the constructor."""
         self.digest = self.partition.digest(self.method.parameters, island or self._island)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All of this rank's outer state by name, not copied."""
+        """Returns all of this rank's outer state by name, not copied."""
         state = self.method.state_dict()
         if self.feedback is not None:
             state["residual"] = self.feedback.residual
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes back what `state_dict` gave, under these settings or others, without copying."""
+        """Restores the state from `state_dict`, written under these settings or others, without copying."""
         state = dict(state)
         residual = state.pop("residual", None)
         if self.feedback is not None:
@@ -284,13 +285,13 @@ class Fragment:
 
 
 class EagerFragment(Fragment):
-    """A fragment where others' pseudo-gradients come a round late; see `methods.outer.eager`.
+    """A fragment where the other islands' pseudo-gradients are applied a round late; see `methods.outer.eager`.
 
-    Outer parameters and momentum differ slightly from island to island, and the averages not used yet are kept. Its
-    digest is one of all averages so far, which are equal on all islands.
+    Outer parameters and momentum differ slightly from island to island, and averages are kept until they are applied.
+    The digest covers all averages so far, which are equal on all islands.
 
     Attributes:
-        anticipated_of: how many islands' average this island has taken its own part of.
+        anticipated_of: number of islands in the average whose own part this island has applied in advance.
     """
 
     method: Eager
@@ -299,24 +300,24 @@ class EagerFragment(Fragment):
         super().__init__(*args, **settings)
         self.anticipated_of = self.config.num_islands
         self._means: list[torch.Tensor] = []
-        self._vectors: list[torch.Tensor] = []  # that they lie in, of the pool's
+        self._vectors: list[torch.Tensor] = []  # the pool's vectors that hold the means
         self._num_hashed = 0
 
     def step(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
-        """Keeps the average of a round until `step_eagerly`; `scratch` is another vector from now on."""
+        """Keeps the average of a round until `step_eagerly`, and its vector, so `scratch` is another from now on."""
         self._means.append(mean)
         if self._vector is not None:
             self._vectors.append(self._vector)
             self._vector = None
 
     def step_eagerly(self, delta: torch.Tensor | None, weight: float) -> None:
-        """Takes the outer step with this island's own `delta` and what has arrived of the others'."""
+        """Takes the outer step with this island's own `delta` and the averages that arrived since the last step."""
         self.method.step_eagerly(delta, weight, self._means)
         self.anticipated_of = self.config.num_islands
         self._drop_means()
 
     def last_parameters(self, mean: torch.Tensor) -> torch.Tensor:
-        """A copy of this island's outer parameters once it has used the average of the last round, too."""
+        """Returns a copy of this island's outer parameters after `mean`, the average of the last round, is applied."""
         return self.method.last_parameters([*self._means, mean])
 
     def finish(self, parameters: torch.Tensor) -> None:
@@ -331,11 +332,11 @@ class EagerFragment(Fragment):
 
     @property
     def is_owed_a_mean(self) -> bool:
-        """Whether a round that this island has anticipated did not take place."""
+        """Whether the island has applied its own part of a round in advance, and the round did not take place."""
         return not self._means and self.method.ahead != 0
 
     def anticipated(self) -> torch.Tensor:
-        """The pseudo-gradient of that round, in `scratch`."""
+        """Returns the pseudo-gradient that was applied in advance, in `scratch`."""
         return torch.mul(self.method.own, self.anticipated_of, out=self.scratch)
 
     def make_digest(self, island: IslandGroup | None = None) -> None:

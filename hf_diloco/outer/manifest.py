@@ -1,7 +1,7 @@
-"""Size and digest of every file of a checkpoint, by which a damaged one is told from a whole one.
+"""Size and digest of every file of a checkpoint, to detect corrupt checkpoints.
 
-The ranks of an island share the work: each reads back, and flushes to the disk, its part of the files. Where ranks are
-on machines without a common disk, each sees its own machine's files, and those of all machines are recorded.
+The ranks of an island share the work: each flushes its part of the files to disk and reads them back. Where the
+machines share no disk, each rank sees its own machine's files, and the record lists the files of all machines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FileRecord(BaseModel):
         name: its path in the checkpoint, with "/".
         num_bytes: its size.
         digest: xxh3_128 of its contents.
-        elsewhere: the island's leader does not see it: it is on the disk of another machine.
+        elsewhere: whether it is on the disk of another machine, where the island's leader does not see it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -51,12 +51,12 @@ class FileRecord(BaseModel):
 
 
 def record_files(checkpoint: Path, ranks: IslandGroup, record: str) -> list[FileRecord]:
-    """Flushes every file of a checkpoint to the disk and takes its size and digest. Collective over the ranks.
+    """Flushes every file of a checkpoint to disk and records its size and digest. Collective over the ranks.
 
     Args:
         checkpoint: the folder.
-        ranks: who share the work.
-        record: the file that is written last, which is none of them.
+        ranks: share the work.
+        record: name of the record file, which is written last and is left out.
 
     Raises:
         CheckpointError: a file cannot be flushed or read; on every rank.
@@ -81,21 +81,21 @@ def record_files(checkpoint: Path, ranks: IslandGroup, record: str) -> list[File
 
 
 def write_record(path: Path, record: BaseModel) -> None:
-    """Writes the file that comes last into a checkpoint, with a digest of all else in it as its last value."""
+    """Writes the record file of a checkpoint. Its last value is a digest of its other contents."""
     text = record.model_dump_json(indent=1)
     write_whole(path, f'{text.removesuffix(_END)},\n "own_digest": "{_digest_text(text)}"{_END}')
 
 
 def read_record(path: Path, kind: type[M], absent: str) -> M:
-    """What `write_record` wrote; or an earlier version of this package, without a digest.
+    """Reads a record from `write_record`, or one without a digest, from an earlier version of this package.
 
     Args:
         path: of the file.
-        kind: what it holds.
-        absent: what to say where it is missing, and who would have written it.
+        kind: the record's class.
+        absent: the start of the error message for a missing file, which says what is missing and what writes it.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or it does not hold what was written to it.
+        CheckpointError: the file is missing, cannot be read, or is corrupt.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -124,10 +124,10 @@ def check_sizes(checkpoint: Path, files: Sequence[FileRecord]) -> None:
 
 
 def check_contents(checkpoint: Path, files: Sequence[FileRecord], ranks: IslandGroup) -> None:
-    """Reads every file of a checkpoint. Collective over the ranks.
+    """Reads every file of a checkpoint and checks its digest. Collective over the ranks.
 
     Raises:
-        CheckpointError: one is missing, or does not hold what was written to it; on every rank.
+        CheckpointError: a file is missing or corrupt; on every rank.
     """
     if damage := find_damage(checkpoint, files, ranks):
         raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
@@ -136,14 +136,14 @@ def check_contents(checkpoint: Path, files: Sequence[FileRecord], ranks: IslandG
 def first_sound(
     checkpoints: Sequence[Path], read: Callable[[Path], list[FileRecord]], ranks: IslandGroup
 ) -> Path | None:
-    """The first of some checkpoints whose files hold what was written to them; each that does not is told.
+    """Returns the first of `checkpoints` whose files are intact, None if there is none. Warns about corrupt ones.
 
-    Collective over the ranks; what the leader passes counts.
+    Collective over the ranks; uses the leader's `checkpoints`.
 
     Args:
-        checkpoints: in the order in which they are preferred.
-        read: the record of one.
-        ranks: who share the work.
+        checkpoints: in order of preference.
+        read: reads the file records of a checkpoint.
+        ranks: share the work.
     """
     for name in ranks.from_leader([str(path) for path in checkpoints]):
         path = Path(name)
@@ -156,9 +156,9 @@ def first_sound(
 
 
 def find_damage(checkpoint: Path, files: Sequence[FileRecord], ranks: IslandGroup) -> str | None:
-    """Reads every file of a checkpoint; returns what is wrong with the first that is damaged, None if all are whole.
+    """Reads every file of a checkpoint; describes the damage of one corrupt file, or returns None if all are intact.
 
-    Collective over the ranks, which share the work; all get the same answer.
+    Collective over the ranks, which share the work; returns the same on all of them.
     """
     right = {file.name: file.num_bytes for file in files if _size(checkpoint / file.name) == file.num_bytes}
     seen = _share_seen(right, ranks)
@@ -172,7 +172,10 @@ def find_damage(checkpoint: Path, files: Sequence[FileRecord], ranks: IslandGrou
 
 
 def recover_replaced(folder: Path, find_whole: Callable[[Path], Collection[Path]]) -> None:
-    """Puts checkpoints back in their place that were about to be replaced when the process was killed."""
+    """Restores checkpoints that were set aside for a replacement when the process was killed.
+
+    Keeps the replacement instead where it is complete.
+    """
     for aside in folder.glob(f"{_REPLACED}checkpoint-*"):
         checkpoint = folder / aside.name.removeprefix(_REPLACED)
         with suppress(OSError):
@@ -184,7 +187,7 @@ def recover_replaced(folder: Path, find_whole: Callable[[Path], Collection[Path]
 
 
 def remove(checkpoint: Path, first: str = "") -> None:
-    """Deletes a checkpoint, as far as it can be, beginning with the file `first`; of a link to one the link alone."""
+    """Deletes a checkpoint, beginning with the file `first`, and ignores errors. Of a link, deletes only the link."""
     is_link = checkpoint.is_symlink()
     if is_link or first:
         with suppress(OSError):
@@ -194,13 +197,13 @@ def remove(checkpoint: Path, first: str = "") -> None:
 
 
 def set_aside_name(checkpoint: Path) -> Path:
-    """Where a whole checkpoint lies while another of the same step is written."""
+    """Returns the path of a complete checkpoint while another one of the same step is written."""
     return checkpoint.with_name(_REPLACED + checkpoint.name)
 
 
-# Who reads which file
+# Sharing out the files
 
-_Seen = list[tuple[str, dict[str, int]]]  # of each rank: its machine, and name and size of the files that it sees
+_Seen = list[tuple[str, dict[str, int]]]  # by rank: its machine, and the names and sizes of the files that it sees
 
 
 def _share_seen(sizes: dict[str, int], ranks: IslandGroup) -> _Seen:
@@ -208,9 +211,9 @@ def _share_seen(sizes: dict[str, int], ranks: IslandGroup) -> _Seen:
 
 
 def _share_out(seen: _Seen) -> list[list[str]]:
-    """For each rank the files that it reads: the largest first, to whoever has least so far.
+    """Returns the files that each rank reads: the largest first, each to the rank with the fewest bytes so far.
 
-    A file that several machines hold is read on the first of them, when it is recorded as when it is checked.
+    A file that exists on several machines is read on the first of them, both to record and to check it.
     """
     shares: list[list[str]] = [[] for _ in seen]
     loads = [0] * len(seen)
@@ -228,7 +231,7 @@ def _share_out(seen: _Seen) -> list[list[str]]:
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
-    """Name and size of all files below a folder, without what a killed process left under another name."""
+    """Returns name and size of all files below a folder, without temporary files that a killed process left."""
     paths = (p for p in checkpoint.rglob("*") if p.is_file() and p.suffix not in (".tmp", ".partial"))
     return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
 

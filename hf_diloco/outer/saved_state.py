@@ -1,4 +1,4 @@
-"""A rank's outer state into a checkpoint and out of it again."""
+"""Saves a rank's outer state to a checkpoint, and restores it."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ from hf_diloco.outer.state import OuterState
 from hf_diloco.utils.own_files import is_own
 
 _RATES = "inner-rates"
-"""The inner learning rates of the last step before a checkpoint, beside what the method keeps."""
+"""Name of the tensor with the inner learning rates of the last step before a checkpoint."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the masters may have been rounded to when they are read again."""
+"""Dtypes to which the masters may have been rounded when they are loaded."""
 
 _FAR = 0.1
-"""As a share of the parameters' norm: farther than 16 bits round them."""
+"""As a share of the parameters' norm: larger than the error of rounding them to 16 bits."""
 
 _SUM_ROUNDING, _ROUNDING = 1e-3, 1e-6
-"""What sums in another order change, and flushing what is next to nothing to zero: of the sum, and of that norm."""
+"""Tolerances, as shares of the distance and of the parameters' norm: for sums in another order, and for tiny values
+flushed to zero."""
 
 
 def save_state(
     outer: OuterState, checkpoint: Path, global_step: int, data: Mapping[str, Any], is_last: bool = True
 ) -> None:
-    """Writes the outer state into a checkpoint folder, whole or not at all. Collective over the island's ranks.
+    """Writes the outer state into a checkpoint folder, all or nothing. Collective over the island's ranks.
 
     Args:
-        outer: this rank's.
+        outer: this rank's outer state.
         checkpoint: the folder.
         global_step: optimizer steps of the whole training.
-        data: how far the island had read.
+        data: the island's position in its data.
         is_last: everything else is in the folder already.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank.
+        CheckpointError: the outer state cannot be written; on every rank.
     """
     index = OuterIndex(
         round=outer.round,
@@ -83,13 +84,13 @@ def save_state(
 
 
 def restore_state(outer: OuterState, checkpoint: Path) -> None:
-    """Takes over the outer state of a checkpoint. The masters must have been restored already.
+    """Restores the outer state of a checkpoint. The masters must have been restored already.
 
     Collective over the island's ranks.
 
     Raises:
-        CheckpointError: on every rank, where one rank cannot read it, or it is of another model; or the masters have
-            not been restored.
+        CheckpointError: a rank cannot read the checkpoint, it belongs to another model, or the masters have not been
+            restored; on every rank.
     """
     if checkpoint != outer.checked:
         check_checkpoint(checkpoint, outer.island)
@@ -101,7 +102,7 @@ def restore_state(outer: OuterState, checkpoint: Path) -> None:
 
 
 def _load(outer: OuterState, checkpoint: Path) -> list[FragmentIndex]:
-    """Takes over all but the digest of the whole; returns how far each fragment was."""
+    """Restores everything but the combined digest; returns the stored progress of each fragment."""
     index = read_index(checkpoint)
     stored = index.fragments or [FragmentIndex(steps=index.steps_since_sync, weight=index.weight_since_sync)]
     _refuse_another(outer, checkpoint, index, stored)
@@ -118,7 +119,7 @@ def _load(outer: OuterState, checkpoint: Path) -> list[FragmentIndex]:
             )
         if counts.due_at is not None and index.settings.get("sync_every") == outer.config.sync_every:
             fragment.due_at = counts.due_at
-        elif index.round > number:  # it has had its first round
+        elif index.round > number:  # the fragment has had its first round
             fragment.due_at = outer.config.sync_every
     outer.round = outer.num_begun = index.round
     outer.run = index.run
@@ -126,15 +127,15 @@ def _load(outer: OuterState, checkpoint: Path) -> list[FragmentIndex]:
 
 
 def _refuse_other_masters(outer: OuterState, checkpoint: Path, stored: Sequence[FragmentIndex]) -> None:
-    """Raises `CheckpointError` if the masters are not as far from the outer parameters as when these were saved.
+    """Raises `CheckpointError` if the masters' distance from the outer parameters differs from the saved one.
 
-    They may have been rounded to 16 bits meanwhile, and be cut over other ranks.
+    The masters may have been rounded to 16 bits since then, and be sharded over another number of ranks.
     """
     sizes = outer.island.sum([fragment.method.parameters.norm().item() ** 2 for fragment in outer.fragments])
     for counts, (distance,), square in zip(stored, outer.distances(), sizes, strict=True):
         known = [(before, before * _SUM_ROUNDING + math.sqrt(square) * _ROUNDING) for before in counts.distances]
         if not known and counts.steps == 0 and counts.install_in is None:
-            known = [(0.0, math.sqrt(square) * _FAR)]  # the masters began anew from the outer parameters
+            known = [(0.0, math.sqrt(square) * _FAR)]  # the masters were the outer parameters
         if known and all(abs(distance - before) > margin for before, margin in known):
             raise CheckpointError(
                 f"{checkpoint} holds the outer state of a model with other weights than the one to be trained: load "
@@ -144,7 +145,7 @@ def _refuse_other_masters(outer: OuterState, checkpoint: Path, stored: Sequence[
 
 
 def _refuse_another(outer: OuterState, checkpoint: Path, index: OuterIndex, stored: Sequence[FragmentIndex]) -> None:
-    """Raises `CheckpointError` unless the checkpoint is of this model, method and cut."""
+    """Raises `CheckpointError` unless the checkpoint has this model, this method and these fragments."""
     if index.model != outer.shards.digest:
         raise CheckpointError(
             f"{checkpoint} holds the outer state of another model: {index.num_parameters:,} trainable parameters, "
@@ -169,5 +170,5 @@ def _refuse_another(outer: OuterState, checkpoint: Path, index: OuterIndex, stor
 
 
 def _is_same_method(one: str, other: str) -> bool:
-    """A user's own may lie in another place, and may have been corrected since."""
+    """Compares methods by name. The file of a user's own method may have moved or changed since."""
     return one == other or (is_own(one) and is_own(other) and one.rpartition(":")[2] == other.rpartition(":")[2])

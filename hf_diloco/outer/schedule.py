@@ -1,4 +1,4 @@
-"""After which inner steps the rounds are: fragments take turns, spread evenly over `sync_every` steps."""
+"""The schedule of rounds: fragments take turns, spread evenly over `sync_every` inner steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from hf_diloco.config.diloco import DiLoCoConfig
 
 
 def steps_before(config: DiLoCoConfig, round_number: int) -> int:
-    """Inner steps of its fragment before a round, if none is missed: fewer before the first.
+    """Returns the inner steps between a round and its fragment's last one, if no round is missed.
+
+    Before a fragment's first round there are fewer.
 
     Args:
         config: the outer loop's settings.
@@ -18,11 +20,11 @@ def steps_before(config: DiLoCoConfig, round_number: int) -> int:
 
 
 def step_of(config: DiLoCoConfig, round_number: int) -> int:
-    """Inner steps of the run before a round, if none is missed; 0 before the first.
+    """Returns the inner steps of the run before a round, if no round is missed.
 
     Args:
         config: the outer loop's settings.
-        round_number: from 1; or 0, before the first.
+        round_number: from 1; for 0 it returns 0.
     """
     if not round_number:
         return 0
@@ -31,9 +33,9 @@ def step_of(config: DiLoCoConfig, round_number: int) -> int:
 
 
 def count_rounds(config: DiLoCoConfig, num_steps: int) -> int:
-    """Rounds of a run of so many inner steps, if none is missed.
+    """Returns the number of rounds in a run of `num_steps` inner steps, if none is missed.
 
-    What streams is synchronised to its end after the last step; without, steps after the last round are in none.
+    A streaming run synchronises all fragments after its last step. Otherwise steps after the last round are in none.
     """
     num_rounds, last_step = 0, 0
     for fragment in range(1, config.num_fragments + 1):

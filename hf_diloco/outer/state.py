@@ -1,9 +1,10 @@
-"""The outer state of a run on one rank, and how far it is: what every kind of session does with it.
+"""The outer state and progress of a run on one rank, shared by all kinds of sessions.
 
-A run is a sequence of rounds, and round r is of fragment (r - 1) mod P: with one fragment (DiLoCo) of the whole model,
-with several (Streaming DiLoCo) of each in turn, at steps that are spread evenly.
+A run is a sequence of rounds, and round r synchronises fragment (r - 1) mod P: with one fragment (DiLoCo) the whole
+model, with several (Streaming DiLoCo) each in turn, at evenly spread steps.
 
-Nothing here knows of other islands. What reads or writes parameters or files is collective over the island's ranks.
+This module knows nothing of other islands. Functions that read or write parameters or files are collective over the
+island's ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from hf_diloco.outer.schedule import steps_before
 
 
 class OuterState:
-    """One rank's part of the outer state. It can be used after `open` and one of `begin` and `restore`.
+    """One rank's part of the outer state. Call `open`, and then `begin` or `restore_state`, before anything else.
 
     Args:
         config: the outer loop's settings.
         island: the ranks of this island.
 
     Attributes:
-        codec: how pseudo-gradients travel.
+        codec: encodes the pseudo-gradients.
         shards: this rank's master weights; set by `open`, as the next three.
         fragments: of the model.
-        names: a digest of the parameters of each.
-        buffers: what becomes of the inner optimizer's buffers where a round begins.
+        names: a digest of each fragment's parameter names and sizes.
+        buffers: what to do with the inner optimizer's buffers at the start of a round.
         round: rounds completed.
-        num_begun: rounds begun: more than completed while some are under way.
+        num_begun: rounds begun: more than completed while some are in flight.
         outer_hash: digest of the whole island's outer parameters; empty before there are any.
         run: id of the run in its object store; empty without one.
         num_steps: inner steps counted, of all rounds.
-        checked: a checkpoint of which every file has been read already.
+        checked: a checkpoint whose files have all been checked already.
     """
 
     fragments: list[Fragment]
@@ -65,21 +66,21 @@ class OuterState:
         self.checked: Path | None = None
 
     def number_of(self, round_number: int) -> int:
-        """Which fragment a round is of."""
+        """Returns the number of the fragment that a round synchronises."""
         return (round_number - 1) % len(self.fragments)
 
     def fragment_of(self, round_number: int) -> Fragment:
-        """The fragment that a round is of."""
+        """Returns the fragment that a round synchronises."""
         return self.fragments[self.number_of(round_number)]
 
     @property
     def current(self) -> Fragment:
-        """The fragment of the next round that begins."""
+        """The fragment of the next round to begin."""
         return self.fragments[self.num_begun % len(self.fragments)]
 
     @property
     def steps(self) -> int:
-        """Inner steps since the last round of that fragment."""
+        """Inner steps since the last round of the `current` fragment."""
         return self.current.steps
 
     # The inner steps
@@ -95,7 +96,7 @@ class OuterState:
         return self.is_due
 
     def add_weight(self, weight: float) -> None:
-        """Counts examples or tokens of an inner step that is not complete yet."""
+        """Counts examples or tokens of an inner step, which may not be complete yet."""
         for fragment in self.fragments:
             fragment.weight += weight
 
@@ -110,7 +111,7 @@ class OuterState:
         return all(fragment.steps == 0 and fragment.install_in is None for fragment in self.fragments)
 
     def set_due_in(self, num_steps: int) -> None:
-        """Makes the next round due in so many inner steps, and those of other fragments as far apart as ever."""
+        """Makes the next round due in `num_steps` inner steps; the other fragments follow at the usual distances."""
         for distance in range(len(self.fragments)):
             fragment = self.fragment_of(self.num_begun + 1 + distance)
             fragment.due_at = fragment.steps + num_steps + self.config.sync_every * distance // len(self.fragments)
@@ -123,11 +124,11 @@ class OuterState:
     # The first outer parameters
 
     def open(self, shards: Shards, parts: Sequence[tuple[Shards, Partition]]) -> None:
-        """Takes this rank's master weights, and the cut that the islands agreed on.
+        """Takes this rank's master weights, and the partition that the islands agreed on.
 
         Args:
             shards: of the model.
-            parts: for each fragment its shards, and this rank's part of it.
+            parts: for each fragment, its shards and this rank's partition of it.
         """
         self.shards = shards
         wants_rates = find_method(self.config.method).wants_rates
@@ -150,11 +151,11 @@ class OuterState:
 
     @property
     def rates(self) -> list[float]:
-        """The inner learning rate of each parameter group at the last step; empty where the method wants none."""
+        """The inner learning rate of each parameter group at the last step; empty if the method does not use them."""
         return list(self.shards.inner.rates) if self.current.method.wants_rates else []
 
     def begin(self) -> None:
-        """Takes the master weights as the first outer parameters."""
+        """Makes the master weights the first outer parameters."""
         for fragment in self.fragments:
             fragment.begin()
             self.rest(fragment)
@@ -163,9 +164,9 @@ class OuterState:
     # The outer parameters between rounds
 
     def show(self) -> list[torch.Tensor]:
-        """Has the masters hold the outer parameters for a while; returns what they held, for `hide`.
+        """Writes the outer parameters into the masters until `hide`; returns the masters' own values, for `hide`.
 
-        Takes 4 bytes a parameter meanwhile. No round may be under way.
+        Takes 4 bytes a parameter until then. No round may be in flight.
         """
         held = []
         for fragment in self.fragments:
@@ -176,17 +177,18 @@ class OuterState:
         return held
 
     def hide(self, held: Sequence[torch.Tensor]) -> None:
-        """Gives the masters back what they held before `show`, to the last bit."""
+        """Restores the masters' values from before `show`, bit for bit."""
         for fragment, vector in zip(self.fragments, held, strict=True):
             fragment.partition.scatter(vector)
 
     def distances(self, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[list[float]]:
-        """How far the masters are from the outer parameters of each fragment: the norm of the difference.
+        """Returns the distance of the masters from the outer parameters, for each fragment and dtype.
 
-        Collective over the island's ranks. Nothing may be on its way to other islands: see `BaseSession.settle`.
+        It is the norm of the difference. Collective over the island's ranks. Nothing may be in flight to other
+        islands: see `BaseSession.settle`.
 
         Args:
-            dtypes: what the masters are rounded to first.
+            dtypes: the masters are rounded to each of these first.
         """
         found = []
         for fragment in self.fragments:
@@ -214,8 +216,8 @@ class OuterState:
         Args:
             round_number: of the round.
             mean: this rank's part of the averaged pseudo-gradient.
-            took_part: it was made with what `Fragment.pseudo_gradient_` made last.
-            rates: the inner learning rates that the round's plan holds.
+            took_part: whether the average includes the last pseudo-gradient from `Fragment.pseudo_gradient_`.
+            rates: the inner learning rates in the round's plan.
             island: see `Fragment.make_digest`.
         """
         fragment = self.fragment_of(round_number)
@@ -227,7 +229,7 @@ class OuterState:
     def shrink(self, fragment: Fragment, num_steps: int) -> None:
         """Subtracts inner steps that a round consumed, and whose values are gone, from this island's progress.
 
-        What they amount to can only be estimated: their share of it.
+        Estimates their part of the progress as their share of the inner steps.
         """
         left = 1 - num_steps / fragment.steps
         fragment.commit_share(num_steps)
@@ -237,12 +239,15 @@ class OuterState:
         fragment.count_down(num_steps)
 
     def use_up(self, fragment: Fragment) -> None:
-        """A round has used all of this island's progress, but its average cannot be had: the masters begin anew."""
+        """Drops this island's progress after a round has used all of it, but its average is not available.
+
+        The masters start again from the outer parameters.
+        """
         fragment.commit_share(fragment.steps)
         self.drop_progress(fragment)
 
     def drop_progress(self, fragment: Fragment) -> None:
-        """Begins the inner steps of a fragment from the outer parameters, with the buffers that the method wants."""
+        """Restarts the inner steps of a fragment from the outer parameters; zeros buffers if the method says so."""
         fragment.write_masters()
         if self.buffers == "zero":
             self.shards.inner.zero_buffers()
@@ -250,17 +255,17 @@ class OuterState:
         fragment.start_anew()
 
     def land(self, fragment: Fragment) -> None:
-        """Has the masters take the outer parameters of the last round of `fragment`, where they are to do so later."""
+        """Installs the outer parameters of the last round of `fragment` in the masters, if that is still pending."""
         if fragment.install_in is not None:
             fragment.write_masters(fragment.method.kept_share(self.config))
             fragment.install_in = None
             self.rest(fragment)
 
     def jump(self, states: Sequence[dict[str, torch.Tensor]], round_number: int) -> None:
-        """Takes over the outer state after `round_number`, keeping this island's own progress on top of it.
+        """Loads the outer state after round `round_number`, and keeps this island's own progress on top of it.
 
         Args:
-            states: of each fragment, as `states` gives them.
+            states: the state of each fragment, as in `OuterState.states`.
             round_number: rounds completed.
         """
         for fragment, state in zip(self.fragments, states, strict=True):
@@ -282,14 +287,14 @@ class OuterState:
     def keeping_progress(
         self, fragment: Fragment, used: torch.Tensor | None = None, num_steps: int = 0
     ) -> Iterator[None]:
-        """Keeps what this island has trained since the last round on top of outer parameters that change within.
+        """Keeps this island's progress since the last round while the body changes the outer parameters.
 
-        The masters move by what the outer parameters move.
+        The masters move by the same difference as the outer parameters.
 
         Args:
             fragment: of the round.
-            used: what this island sent, before it trained on, that went into the round, and is its own no more.
-            num_steps: inner steps behind `used`.
+            used: the pseudo-gradient that this island sent and the round used, which is subtracted from the progress.
+            num_steps: inner steps in `used`.
         """
         fragment.take_progress()
         delta = fragment.scratch
@@ -300,7 +305,7 @@ class OuterState:
         fragment.partition.scatter(delta)
 
     def write_masters(self) -> None:
-        """Writes the outer parameters into the masters: the inner steps begin anew from there."""
+        """Writes the outer parameters into the masters, and restarts the inner steps from there."""
         for fragment in self.fragments:
             fragment.write_masters()
             fragment.install_in = None
@@ -314,7 +319,7 @@ class OuterState:
         self._combine_digests()
 
     def update_digest(self, fragment: Fragment, island: IslandGroup | None = None) -> None:
-        """Computes the digests that the outer parameters of `fragment` are in; see `Fragment.make_digest`."""
+        """Recomputes the digest of `fragment` and the combined one; see `Fragment.make_digest`."""
         fragment.make_digest(island)
         self._combine_digests()
 
@@ -323,6 +328,6 @@ class OuterState:
         self.outer_hash = digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
     def rest(self, fragment: Fragment) -> None:
-        """Lets other fragments have the scratch vector of one that is under way no more."""
+        """Releases the scratch vector of `fragment` for use by other fragments, after its round has ended."""
         if len(self.fragments) > 1:
             fragment.release()
