@@ -1,4 +1,4 @@
-"""Access to the fp32 master weights, and how the outer state is divided among an island's ranks."""
+"""Access to the fp32 master weights, and the partition of the outer state over an island's ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hf_diloco.inner.frozen import frozen_weights
 
 
 def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
-    """Returns the view that fits of the master weights behind a model and its (possibly wrapped) optimizer.
+    """Returns a view of the master weights of a model and its (possibly wrapped) optimizer.
 
     Args:
         model: the raw module, not a DDP or DeepSpeed wrapper.
-        optimizer: what trains it: torch's, DeepSpeed's, or Accelerate's wrapper around either.
+        optimizer: the model's optimizer: torch's, DeepSpeed's, or Accelerate's wrapper around either.
         num_ranks: ranks of the island.
 
     Raises:
-        UnsupportedError: when the outer loop cannot work with this pair, with the reason and the remedy.
+        UnsupportedError: the outer loop does not support this pair; the message gives the reason and the remedy.
     """
     from hf_diloco.inner.fsdp2 import Fsdp2Shards, is_fsdp2, refuse_unsharded
     from hf_diloco.inner.zero import is_deepspeed, open_deepspeed, refuse_split_models
@@ -45,16 +45,16 @@ def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Takes Accelerate's wrappers off."""
+    """Returns the optimizer inside Accelerate's wrappers."""
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def refuse_foreign_optimizer(model: nn.Module, optimizer: Any, remedy: str) -> None:
-    """Raises `ConfigError`, with the remedy, if a (possibly wrapped) optimizer has none of the model's parameters."""
+    """Raises `ConfigError` with the remedy if the (possibly wrapped) optimizer has none of the model's parameters."""
     inner = unwrap_optimizer(optimizer)
-    if type(inner).__module__.startswith("deepspeed."):  # whose groups hold the masters
+    if type(inner).__module__.startswith("deepspeed."):  # its groups hold the masters
         return
     mine = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}

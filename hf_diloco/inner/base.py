@@ -1,4 +1,4 @@
-"""One rank's part of what an island trains: the fp32 master weights, seen as named pieces, and their optimizer."""
+"""One rank's part of the fp32 master weights, as named segments, and their optimizer."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hf_diloco.errors import UnsupportedError
 
 _PACKAGES = ("torch", "deepspeed", "hf_diloco")
 _KNOWN = ("SGD", "Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam", "MuonAdamW", "MuonWithAuxAdam")
-"""Optimizers that begin anew with buffers and a count of steps that are 0."""
+"""Optimizers that restart correctly when their buffers and step count are set to 0."""
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and `torch.compile` put into the names of parameters."""
+"""Parts of parameter names that activation checkpointing and `torch.compile` insert."""
 
 
 class InnerOptimizer:
     """The optimizer inside an island, as an outer method sees it: learning rates, parameter groups, buffers.
 
     Args:
-        optimizer: torch's, below DeepSpeed's; None where there is none to look at.
-        groups: the parameter group that each trainable parameter is in, by name.
+        optimizer: the torch optimizer, also the one inside DeepSpeed's; None if there is none to read.
+        groups: number of each trainable parameter's parameter group, by name.
 
     Attributes:
         kind: name of its class.
         groups: as above.
-        rates: the learning rate of each parameter group at the last step; before the first, at present.
+        rates: the learning rate of each parameter group at the last step; before the first step, the current one.
     """
 
     def __init__(self, optimizer: Any = None, groups: Mapping[str, int] | None = None) -> None:
@@ -40,20 +40,21 @@ class InnerOptimizer:
         self._optimizer = optimizer
         self._param_groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", []))
         self.rates = [float(group.get("lr") or 0.0) for group in self._param_groups]
-        self._undampened: set[torch.Tensor] = set()  # what SGD takes a first gradient of in its next step
+        self._undampened: set[torch.Tensor] = set()  # whose next gradient SGD must not dampen
 
     @property
     def num_groups(self) -> int:
-        """How many parameter groups there are."""
+        """Number of parameter groups."""
         return len(self.rates)
 
     def watch(self) -> None:
-        """From now on `rates` are those of the last step.
+        """Starts to record the rates of each step in `rates`.
 
-        Schedulers change them right after a step, before or after anybody else is told of it.
+        Reading them later is unreliable: schedulers change the rates right after a step, before or after callbacks
+        run.
 
         Raises:
-            UnsupportedError: the optimizer is none of torch's, or chooses its own rates, as Adafactor may.
+            UnsupportedError: the optimizer is not a torch optimizer, or chooses its own rates, as Adafactor may.
         """
         has_rates = all(group.get("lr") is not None for group in self._param_groups)
         if not (isinstance(self._optimizer, torch.optim.Optimizer) and has_rates):
@@ -66,7 +67,7 @@ class InnerOptimizer:
         self._note_rates()
 
     def check_buffers(self, wanted: str) -> None:
-        """Raises `UnsupportedError` if nothing else than keeping the buffers is possible, and it is wanted."""
+        """Raises `UnsupportedError` if `wanted` is not "keep" and the optimizer only supports that."""
         if wanted == "keep":
             return
         if type(self._optimizer).__module__.partition(".")[0] not in _PACKAGES or self.kind not in _KNOWN:
@@ -82,13 +83,13 @@ class InnerOptimizer:
 
     @property
     def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """What it keeps for each tensor that it trains."""
+        """The optimizer's state for each tensor that it trains."""
         state: Mapping[torch.Tensor, dict[str, Any]] = self._optimizer.state
         return state
 
     @property
     def buffers(self) -> list[str]:
-        """Names of its momentum or moments in `state`; not every tensor has each."""
+        """Names of the momentum or moments in `state`; a tensor may lack some of them."""
         if self.kind == "SGD":
             return ["momentum_buffer"] if any(group["momentum"] for group in self._param_groups) else []
         if self.kind == "MuonAdamW":
@@ -97,12 +98,12 @@ class InnerOptimizer:
         return ["exp_avg", "exp_avg_sq", *variant]
 
     def commit_buffer(self, name: str) -> None:
-        """Makes all copies of a buffer agree after it was written. Collective over the island's ranks under HSDP."""
+        """Makes all replicas of a buffer equal after a write. Collective over the island's ranks under HSDP."""
 
     def zero_buffers(self) -> None:
-        """Has the optimizer go on as if it had taken no step yet: momentum, moments, and the count for their bias.
+        """Resets momentum, moments and the step count for bias correction, as if the optimizer had taken no step yet.
 
-        Call it again where a checkpoint of such a moment was loaded.
+        Call it again after loading a checkpoint that was written between this call and the next step.
         """
         for state in self._optimizer.state.values():
             for name, value in state.items():
@@ -117,9 +118,10 @@ class InnerOptimizer:
             self._undampened.update(self._optimizer.state)
 
     def _begin_step(self) -> None:
-        """SGD dampens all gradients but the first, which it tells by a momentum that is not there.
+        """Deletes zeroed momentum that SGD would dampen the next gradient for.
 
-        It goes only now: a sharded checkpoint without it could not be loaded.
+        SGD dampens all gradients but the first, which it recognises by missing momentum. `zero_buffers` keeps the
+        buffer until this step, because a sharded checkpoint without it cannot be loaded.
         """
         self._note_rates()
         stepped = {one for group in self._optimizer.param_groups for one in group["params"]} & self._undampened
@@ -128,7 +130,7 @@ class InnerOptimizer:
             self._optimizer.state[tensor].pop("momentum_buffer", None)
 
     def _note_rates(self) -> None:
-        """Takes the rates of the groups that a step is of: ZeRO-1 and ZeRO-2 show one at a time."""
+        """Records the rates of the groups in this step: ZeRO-1 and ZeRO-2 step one group at a time."""
         present = self._optimizer.param_groups
         if len(present) == self.num_groups:
             self._param_groups = list(present)
@@ -138,7 +140,7 @@ class InnerOptimizer:
 
 
 def group_numbers(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The parameter group of `optimizer`, if it has any, that each of these parameters is in, by name."""
+    """Returns the number of each parameter's group in `optimizer`, by name, without parameters that are in none."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return {
         names[id(parameter)]: number
@@ -149,14 +151,14 @@ def group_numbers(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dic
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the model as it was before anything was wrapped around its modules."""
+    """Returns a parameter's name in the model without wrappers around its modules."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def refuse_unfrozen(parameters: Mapping[str, torch.Tensor], optimizer: Any, exchanged: Collection[str]) -> None:
-    """Raises `UnsupportedError` if `optimizer` trains one of these parameters, by name, that is not exchanged."""
+    """Raises `UnsupportedError` if `optimizer` trains one of `parameters` that is not in `exchanged`."""
     others = {name: one for name, one in parameters.items() if one.requires_grad and name not in exchanged}
     if names := list(group_numbers(optimizer, others)):
         raise UnsupportedError(
@@ -168,12 +170,12 @@ def refuse_unfrozen(parameters: Mapping[str, torch.Tensor], optimizer: Any, exch
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements of one parameter whose master values this rank holds.
+    """A contiguous run of one parameter's elements whose master values are on this rank.
 
     Attributes:
         name: the parameter's name in the unwrapped model (`named_parameters`; tied weights by their first name).
         start: index of the first element in the flattened parameter.
-        values: 1-D view into the master storage; writing it writes the master. Any float dtype, any device.
+        values: 1-D view into the master storage; writes go to the master. Any float dtype, any device.
     """
 
     name: str
@@ -186,14 +188,14 @@ class Segment:
 
 
 class Shards(ABC):
-    """Where an island's master weights are. Reading them needs no communication.
+    """This rank's view of an island's master weights. Reading them needs no communication.
 
     Attributes:
-        description: in words, for logs, as "ZeRO-2".
+        description: name for logs, such as "ZeRO-2".
         is_replicated: every rank holds all parameters (DDP, ZeRO-0), instead of a part of its own (ZeRO-1/2/3, FSDP2).
         sizes: element count of each trainable parameter by name, in the model's order. This order, unpadded, is the
-            *canonical index space* in which islands with different shards understand each other.
-        shapes: of the same parameters, for whoever reads a checkpoint without the model.
+            *canonical index space*, which islands with different shards share.
+        shapes: of the same parameters, for reading a checkpoint without the model.
         inner: the optimizer that trains the masters.
         frozen: see `inner.frozen`.
     """
@@ -207,25 +209,25 @@ class Shards(ABC):
 
     @abstractmethod
     def segments(self) -> list[Segment]:
-        """This rank's segments, always in the same order. Over an island's ranks they cover every element: once if
-        sharded, once a rank if replicated."""
+        """Returns this rank's segments, always in the same order. Over an island's ranks they cover every element:
+        once if sharded, once per rank if replicated."""
 
     @abstractmethod
     def commit(self, names: Collection[str] | None = None) -> None:
-        """Makes the working copies of the model agree with the masters after these were written.
+        """Copies the masters to the model's working copies after a write to the masters.
 
         Collective over the island's ranks under ZeRO-1/2/3 and HSDP.
 
         Args:
-            names: of the parameters that were written, equal on all ranks; None: all. DeepSpeed commits all anyway.
+            names: of the written parameters, equal on all ranks; None: all. DeepSpeed always commits all.
         """
 
-    def check_trained(self) -> None:  # noqa: B027 - DeepSpeed trains only what it has been given at first
-        """Raises `UnsupportedError` if the optimizer trains another parameter by now than those of `sizes`."""
+    def check_trained(self) -> None:  # noqa: B027 - DeepSpeed trains only its initial parameters
+        """Raises `UnsupportedError` if the optimizer now trains a parameter that is not in `sizes`."""
 
     @property
     def num_parameters(self) -> int:
-        """Trainable elements of the whole model."""
+        """Number of trainable elements of the whole model."""
         return sum(self.sizes.values())
 
     @property
@@ -235,12 +237,12 @@ class Shards(ABC):
 
     @property
     def digest(self) -> str:
-        """Of the trainable parameters' names and sizes."""
+        """Digest of the trainable parameters' names and sizes."""
         listing = "\n".join(f"{name} {size}" for name, size in self.sizes.items())
         return xxhash.xxh3_128_hexdigest(listing.encode())
 
     def offsets(self) -> dict[str, int]:
-        """Where each parameter begins in the canonical index space."""
+        """Returns the start of each parameter in the canonical index space."""
         offsets, position = {}, 0
         for name, size in self.sizes.items():
             offsets[name] = position
@@ -248,15 +250,15 @@ class Shards(ABC):
         return offsets
 
     def intervals(self) -> list[tuple[int, int]]:
-        """(first canonical index, length) of each of this rank's segments."""
+        """Returns (first canonical index, length) of each of this rank's segments."""
         offsets = self.offsets()
         return [(offsets[segment.name] + segment.start, segment.numel) for segment in self.segments()]
 
 
 class PlainShards(Shards):
-    """Parameters that are their own masters: plain PyTorch, DDP, and DeepSpeed's ZeRO-0 in fp32. All on every rank.
+    """Parameters that are their own masters, all on every rank: plain PyTorch, DDP, and DeepSpeed's ZeRO-0 in fp32.
 
-    Those in 16 bits (a model loaded in bf16) are read and written through a cast; the outer state is fp32.
+    16-bit parameters (a model loaded in bf16) are cast on read and write; the outer state is fp32.
     """
 
     is_replicated = True
@@ -293,14 +295,14 @@ class PlainShards(Shards):
         return [Segment(name, 0, parameter.data.view(-1)) for name, parameter in self._parameters.items()]
 
     def commit(self, names: Collection[str] | None = None) -> None:
-        """Nothing to do: the parameter is the master."""
+        """No-op: the parameter is the master."""
 
 
 class BufferShards(Shards):
-    """The optimizer's momentum or one of its moments, such as "exp_avg"; writing it writes the optimizer's state.
+    """One of the optimizer's buffers, such as "exp_avg", seen as shards; writes go to the optimizer's state.
 
-    Wherever an optimizer keeps its masters, in one tensor a parameter, a partition or a sub-group, its state has a
-    tensor of the same shape: a segment of the masters lies in one as it lies in the other.
+    For every tensor of masters, be it a parameter, a partition or a sub-group, the optimizer's state has a tensor of
+    the same shape. So a segment has the same offset in both.
 
     Args:
         shards: the masters.
@@ -328,7 +330,7 @@ class BufferShards(Shards):
 
 
 def _beside(values: torch.Tensor, held: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
-    """The part of a buffer that belongs to a part of the masters; zeros of nobody where no step has made any."""
+    """Returns the part of a buffer that belongs to a part of the masters; new zeros if no step has created it yet."""
     for begin, num_bytes, buffer in held:
         place = values.data_ptr() - begin
         if 0 <= place < num_bytes:

@@ -1,8 +1,8 @@
-"""How a checkpoint was sharded, as its files tell, and the loading of ZeRO checkpoints of another number of ranks.
+"""Detects how a checkpoint was sharded, and loads ZeRO checkpoints of another number of ranks.
 
-DeepSpeed refuses to load these. It has a form of checkpoints that is not cut for a number of ranks, the "universal
-checkpoint", a converter to it, and a setting that loads it. Here the converter runs by itself when the number of ranks
-has changed. What it made is as large as the checkpoint itself and is removed once it is loaded.
+DeepSpeed refuses to load these. It has a checkpoint format that does not depend on the number of ranks, the
+"universal checkpoint", with a converter and a setting to load it. Here the converter runs automatically when the
+number of ranks has changed. Its output is as large as the checkpoint itself and is deleted after loading.
 
 Checked against DeepSpeed 0.19.8.
 """
@@ -36,7 +36,7 @@ _FILES: tuple[tuple[SavedKind, tuple[str, ...]], ...] = (
 )
 
 LONGEST_CONVERSION = 24 * 3600.0
-"""Seconds that the other ranks wait for the leader to convert a checkpoint."""
+"""Timeout in seconds of the other ranks while the leader converts a checkpoint."""
 
 _PART = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _SUFFIX = "_universal"
@@ -45,14 +45,14 @@ _IS_PATCHED = "_hf_diloco_resumes_across_ranks"
 
 
 def saved_kind(checkpoint: Path) -> SavedKind:
-    """ "ZeRO" (any stage, 0 too), "FSDP2" or "plain" (DDP, too); empty where no file of an optimizer tells."""
+    """Returns "ZeRO" (any stage, also 0), "FSDP2" or "plain" (also DDP); "" if no optimizer file is found."""
     return next((kind for kind, patterns in _FILES if any(any(checkpoint.glob(one)) for one in patterns)), "")
 
 
 def resume_across_ranks() -> None:
-    """Has DeepSpeed load checkpoints of any number of ranks, in this process, from now on.
+    """Patches DeepSpeed in this process to load checkpoints of any number of ranks.
 
-    Only what DeepSpeed would otherwise refuse is loaded in another way.
+    Checkpoints that DeepSpeed can load are loaded as before.
     """
     from deepspeed import DeepSpeedEngine
 
@@ -64,10 +64,10 @@ def resume_across_ranks() -> None:
     def load_checkpoint(engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
         ranks = IslandGroup(timeout=LONGEST_CONVERSION)
         folder = _folder_of(Path(load_dir), tag)
-        is_cut = hasattr(engine.optimizer, "dp_process_group")  # so DeepSpeed tells, too, who writes a part
+        is_cut = hasattr(engine.optimizer, "dp_process_group")  # DeepSpeed's own test for writing a part
         check_stage(folder, engine.zero_optimization_stage(), is_cut, ranks)
         written_by = max(ranks.gather(count_ranks(folder)))
-        if written_by in (0, ranks.size):  # 0: stage 0, which is not cut, or nothing that could be converted
+        if written_by in (0, ranks.size):  # 0: stage 0, which is not sharded, or nothing to convert
             return original(engine, load_dir, tag, **kwargs)
         with _converted(folder, written_by, ranks) as universal, _loading_universal(engine):
             return original(engine, load_dir, universal.name, **kwargs)
@@ -77,29 +77,29 @@ def resume_across_ranks() -> None:
 
 
 def count_ranks(folder: Path) -> int:
-    """How many ranks have written a ZeRO checkpoint, as far as this machine's disk shows; 0 if it is not cut.
+    """Returns the number of ranks that wrote a ZeRO checkpoint, from the files on this machine; 0 if not sharded.
 
     Args:
-        folder: DeepSpeed's own, `checkpoint-N/global_stepN`.
+        folder: DeepSpeed's folder, `checkpoint-N/global_stepN`.
     """
     parts = [int(match[1]) for path in folder.glob("*") if (match := _PART.fullmatch(path.name))]
     return max(parts, default=-1) + 1
 
 
 def check_stage(folder: Path, stage: int, is_cut: bool, ranks: IslandGroup) -> None:
-    """Refuses a checkpoint of a stage of ZeRO whose files this one does not have. Collective over the ranks.
+    """Raises if the checkpoint is of a ZeRO stage that the current stage cannot read. Collective over the ranks.
 
-    ZeRO-3 cuts the model's parameters into a file a rank. ZeRO-1 and 2 cut the optimizer's state only, and read each
-    other's. ZeRO-0 cuts nothing, but for that state where DeepSpeed's BF16_Optimizer has it.
+    ZeRO-3 shards the model's parameters into one file per rank. ZeRO-1 and 2 shard only the optimizer's state, and can
+    read each other's files. ZeRO-0 shards nothing, except the optimizer's state with DeepSpeed's BF16_Optimizer.
 
     Args:
-        folder: DeepSpeed's own, `checkpoint-N/global_stepN`.
-        stage: how the island trains now.
-        is_cut: whether each rank then has a part of the optimizer's state.
-        ranks: of the island; each may see some of the files.
+        folder: DeepSpeed's folder, `checkpoint-N/global_stepN`.
+        stage: the ZeRO stage in which the island trains now.
+        is_cut: whether the optimizer's state is sharded now.
+        ranks: of the island; each may see only some of the files.
 
     Raises:
-        CheckpointError: DeepSpeed would find no file of its stage.
+        CheckpointError: the stages do not match, so DeepSpeed would not find its files.
     """
     names = "mp_rank_*_model_states.pt", "zero_pp_rank_*_model_states.pt", "*zero_pp_rank_*_optim_states.pt"
     whole, parts, states = (any(ranks.gather(any(folder.glob(name)))) for name in names)
@@ -125,7 +125,7 @@ def _folder_of(checkpoint: Path, tag: str | None) -> Path:
 
 @contextmanager
 def _converted(folder: Path, written_by: int, ranks: IslandGroup) -> Iterator[Path]:
-    """The same checkpoint in a form that is cut for no number of ranks, beside it, for a while."""
+    """Yields a universal copy of the checkpoint, in a folder beside it, and deletes the copy afterwards."""
     universal = folder.with_name(folder.name + _SUFFIX)
     try:
         ranks.on_leader(lambda: _convert(folder, universal, written_by, ranks.size))
@@ -142,7 +142,7 @@ def _convert(folder: Path, universal: Path, written_by: int, num_ranks: int) -> 
     """Runs DeepSpeed's converter.
 
     Raises:
-        CheckpointError: files of other machines are missing, or it cannot convert them.
+        CheckpointError: files of other machines are missing, or the conversion fails.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -158,11 +158,11 @@ def _convert(folder: Path, universal: Path, written_by: int, num_ranks: int) -> 
     settings = Namespace(
         input_folder=str(folder),
         output_folder=str(universal),
-        num_extract_workers=1,  # in this process: its threads, and a device, do not go with forks
+        num_extract_workers=1,  # in this process: its threads and CUDA do not survive a fork
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        inject_missing_state=True,  # which Megatron's checkpoints have, and others need not
+        inject_missing_state=True,  # only Megatron's checkpoints need that state
     )
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -185,10 +185,10 @@ def _need(universal: Path) -> None:
 
 @contextmanager
 def _loading_universal(engine: Any) -> Iterator[None]:
-    """Has an engine take the folder that it loads for a universal checkpoint; mends what the load leaves wrong.
+    """Lets an engine load a universal checkpoint, and then fixes the loaded state under ZeRO-3.
 
-    Under ZeRO-3 DeepSpeed gives every parameter group the settings of the first, so that those without weight decay
-    get one; and all of them one counter of steps between them, on which each then counts every step.
+    There DeepSpeed gives every parameter group the settings of the first, so that groups without weight decay get it,
+    and shares one step counter among all of them, so that each group's step increments it.
     """
     config = engine._config
     groups = engine.optimizer.optimizer.param_groups

@@ -1,8 +1,8 @@
-"""Copies between host memory and where the masters are: at the speed of the bus, and beside nothing else's stream.
+"""Copies between host memory and the masters' devices, at bus speed and on a stream of their own.
 
-On a CUDA device a plain `copy_` of each tensor would wait for the device once a tensor, and pass through memory that
-the driver stages. Here all copies of one call are queued on a stream of their own, behind what the training has queued
-so far, and the host waits once, for the last of them. Host memory that is page-locked is reached without staging.
+On a CUDA device a plain `copy_` of each tensor would synchronise once per tensor, and go through the driver's staging
+buffers. Here all copies of one call are queued on a side stream, after the work that the training has queued so far,
+and the host waits once, for the last copy. Page-locked host memory needs no staging.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 logger = logging.getLogger("hf_diloco")
 
 LEAST_LOCKED_BYTES = 1 << 20
-"""Smaller vectors may share a page with something else, and gain nothing."""
+"""Smaller vectors are not locked: they may share a page with other data, and would gain nothing."""
 
 
 def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies each source into its target of as many elements; when it returns, all have arrived.
+    """Copies each source into its target, of the same number of elements, and waits for all copies.
 
-    What is queued on the training's stream before comes first; what is queued later sees the copies.
+    The copies run after all work queued on the training's stream before this call; work queued later sees them.
 
     Args:
-        pairs: targets, each with its source; of any dtypes and devices, and none reads what another writes.
+        pairs: targets, each with its source, of any dtype and device; no copy reads another's target.
     """
     devices = {one.device for pair in pairs for one in pair if one.device.type == "cuda"}
     streams = [_side_stream(device) for device in devices]
@@ -43,13 +43,13 @@ def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def page_lock(vector: torch.Tensor) -> torch.Tensor:
-    """Locks the pages of a host vector for as long as it lives, so that a CUDA device reaches them by itself.
+    """Locks the pages of a host vector for its lifetime, so that a CUDA device can access them directly.
 
-    In place: PyTorch's own page-locked memory comes in powers of two, up to twice of what was asked for. Where the
-    system locks no more pages, the vector stays as it is, and copies are slower.
+    Locks in place, because PyTorch allocates page-locked memory in powers of two, up to twice the requested size. If
+    the system locks no more pages, the vector stays unlocked, and copies are slower.
 
     Args:
-        vector: on the host, contiguous; to be kept by the caller for as long as its views are used.
+        vector: on the host, contiguous; the caller must keep it alive for as long as its views are used.
 
     Returns:
         `vector`.
@@ -61,7 +61,7 @@ def page_lock(vector: torch.Tensor) -> torch.Tensor:
     if code:
         _tell_once(code)
         return vector
-    weakref.finalize(vector, _unlock, address).atexit = False  # the process's memory goes as a whole
+    weakref.finalize(vector, _unlock, address).atexit = False  # at exit the process frees all its memory
     return vector
 
 
@@ -76,7 +76,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _tell_once(code: int) -> None:
-    """Says so, and has CUDA forget the error, which the next kernel would be blamed for."""
+    """Logs a failed lock once, and clears CUDA's last error, which the next kernel would report otherwise."""
     logger.warning(
         "the system locks no more pages of host memory (CUDA error %d; see ulimit -l): copies to and from the "
         "device take longer",

@@ -1,7 +1,7 @@
-"""The cut of a model into fragments that synchronise at different steps (Streaming DiLoCo, arXiv 2501.18512).
+"""Cuts a model into fragments that synchronise at different steps (Streaming DiLoCo, arXiv 2501.18512).
 
-A fragment is a set of whole transformer blocks and of what lies outside the blocks: embeddings, final norm, head.
-It follows from the names and sizes of the parameters alone, so all ranks of all islands make the same cut.
+A fragment is a set of whole transformer blocks and of modules outside the blocks: embeddings, final norm, head.
+The cut depends only on the names and sizes of the parameters, so it is the same on all ranks of all islands.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from hf_diloco.utils.settings import compile_pattern
 from hf_diloco.utils.text import numbers, plural, short_count
 
 Unit = tuple[str, int | None]
-"""What stays together: entry `number` of the module list `path`, or (path, None), a module outside all lists."""
+"""The unit that is never split: entry `number` of the module list `path`, or (path, None), a module outside all
+lists."""
 
-_ENTRY = re.compile(r"(?:(.*?)\.)?(\d+)\.(.+)")  # non-greedy: of nested lists, as a block's experts, the outermost
+_ENTRY = re.compile(r"(?:(.*?)\.)?(\d+)\.(.+)")  # non-greedy: of nested lists (a block's experts), the outermost
 
 
 def cut_into_fragments(
@@ -29,23 +30,25 @@ def cut_into_fragments(
     order: Literal["strided", "sequential"],
     patterns: Sequence[str] = (),
 ) -> list[list[str]]:
-    """Says which trainable parameters belong to which fragment.
+    """Assigns the trainable parameters to fragments.
 
-    Blocks go to fragments by `order`, then all else, module by module, the largest first, to the smallest fragment.
+    Blocks go to fragments by `order`. Then each module outside the blocks, the largest first, goes to the fragment
+    that is smallest so far.
 
     Args:
         sizes: element count of each trainable parameter by name, in the model's order.
-        num_fragments: P; 1 takes everything, whatever the model's structure.
-        order: "strided", the paper's: block l belongs to fragment l mod P; or "sequential": runs of successive
-            blocks with about as many elements each. Blocks of several stacks (encoder, decoder) are counted through.
-        patterns: regular expressions, one a fragment, instead of blocks and order: a parameter belongs to the first
-            that `re.search` finds in its name.
+        num_fragments: P; with 1 the whole model is one fragment, whatever its structure.
+        order: "strided", as in the paper: block l belongs to fragment l mod P; or "sequential": runs of successive
+            blocks with about as many elements each. Blocks of several stacks (encoder, decoder) are numbered through.
+        patterns: regular expressions, one per fragment, used instead of blocks and order: a parameter belongs to the
+            first pattern that `re.search` finds in its name.
 
     Returns:
-        The names in each fragment, in the model's order. Each name is in one fragment; none is empty.
+        The names in each fragment, in the model's order. Each name is in one fragment; no fragment is empty.
 
     Raises:
-        ConfigError: too few blocks; or patterns that are not one a fragment, invalid, or leave a gap. Names which.
+        ConfigError: there are too few blocks; or the patterns are invalid, not one per fragment, or leave a gap. The
+            message names the block count or the pattern.
     """
     if patterns:
         return _cut_by_patterns(sizes, num_fragments, patterns)
@@ -69,14 +72,17 @@ def cut_into_fragments(
     fragment_of = dict(zip(blocks, chosen, strict=True))
     totals = [0] * num_fragments
     others = [unit for unit in weights if unit not in fragment_of]
-    for unit in blocks + sorted(others, key=lambda unit: -weights[unit]):  # equal ones stay in the model's order
+    for unit in blocks + sorted(others, key=lambda unit: -weights[unit]):  # ties keep the model's order
         fragment = fragment_of.setdefault(unit, totals.index(min(totals)))
         totals[fragment] += weights[unit]
     return [[name for name, unit in units.items() if fragment_of[unit] == one] for one in range(num_fragments)]
 
 
 def describe_fragments(fragments: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> str:
-    """One line a fragment: "fragment 0: 3.15M parameters in 28 tensors: model.embed_tokens; model.layers 0, 4, 8"."""
+    """Returns one line per fragment, such as:
+
+    "fragment 0: 3.15M parameters in 28 tensors: model.embed_tokens; model.layers 0, 4, 8"
+    """
     lines = []
     for fragment, names in enumerate(fragments):
         found: dict[str, list[int]] = {}
@@ -89,7 +95,7 @@ def describe_fragments(fragments: Sequence[Sequence[str]], sizes: Mapping[str, i
 
 
 class FragmentShards(Shards):
-    """What a rank holds, if anything, of one fragment: of the parameters `names`, in the model's order."""
+    """A rank's shards of one fragment, which has the parameters `names`, in the model's order. There may be none."""
 
     def __init__(self, shards: Shards, names: Sequence[str]) -> None:
         self._shards = shards
@@ -111,10 +117,10 @@ def _unit_of(name: str) -> Unit:
 
 
 def _find_blocks(sizes: Mapping[str, int], weights: Mapping[Unit, int]) -> list[Unit]:
-    """The entries of the list with the most elements, and of all lists that are not small beside it.
+    """Returns the entries of the module list with the most elements, and of all lists that are not small beside it.
 
-    Small is less than half its mean block, as two layers that project images. Lists of modules that hold nothing but
-    parameters, as the Linear in a head's nn.Sequential, count only where there are no others.
+    A list is small if it has fewer elements than half a mean block, such as two layers that project images. Lists of
+    modules without submodules, such as the Linears of a head's nn.Sequential, count only if there are no others.
     """
     lists: dict[str, list[int]] = {}
     for (path, number), weight in weights.items():
@@ -128,11 +134,11 @@ def _find_blocks(sizes: Mapping[str, int], weights: Mapping[Unit, int]) -> list[
 
 
 def _cut_into_runs(weights: Sequence[int], num_runs: int) -> list[int]:
-    """The run of each block: runs end where they come nearest to equal parts of all elements, and none is empty."""
+    """Returns the run of each block: runs end as near as possible to equal parts of all elements; none is empty."""
     ends = list(accumulate(weights, initial=0))
     starts = [0]
     for run in range(1, num_runs):
-        possible = range(starts[-1] + 1, len(weights) - (num_runs - run) + 1)  # leaves a block to each run to come
+        possible = range(starts[-1] + 1, len(weights) - (num_runs - run) + 1)  # leaves a block for each later run
         starts.append(min(possible, key=lambda end: abs(num_runs * ends[end] - run * ends[-1])))
     return [bisect_right(starts, block) - 1 for block in range(len(weights))]
 

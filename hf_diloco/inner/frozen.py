@@ -1,4 +1,4 @@
-"""What tells the frozen weights of one island from another's: nobody exchanges them, so they must be equal."""
+"""Digest of the frozen weights. Islands do not exchange these, so they must be equal from the start."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.distributed.tensor import DTensor
 from hf_diloco.inner.base import plain_name
 
 LEAST_VALUES = 1 << 12
-"""Smaller parameters are not looked at: of these, the first of up to 256 ranks holds `NUM_FIRST` values or more."""
+"""Smaller parameters are skipped: at this size, the first of up to 256 ranks holds at least `NUM_FIRST` values."""
 
 NUM_FIRST = 16
 
 
 def frozen_weights(model: nn.Module) -> dict[str, str]:
-    """A digest of the first values of each large frozen parameter.
+    """Returns a digest of the first values of each large frozen parameter.
 
-    On the first rank of an island it is the same however the island shards them.
+    On the first rank of an island it does not depend on how the island shards the parameters.
 
     Args:
-        model: the raw module; under DeepSpeed and FSDP2, once its parameters are sharded.
+        model: the raw module; under DeepSpeed and FSDP2, after its parameters have been sharded.
 
     Returns:
-        It by the dtypes in which the parameters are, with which alone it can be compared; empty if nothing large is
-        frozen, or part of it is quantised or lies on a disk.
+        The digest, keyed by the dtypes of the parameters: digests are comparable only for equal dtypes. Empty if no
+        large parameter is frozen, or one is quantised or offloaded to disk.
     """
     digest, dtypes = xxhash.xxh3_128(), set()
     for name, parameter in sorted((plain_name(name), one) for name, one in model.named_parameters()):
@@ -42,6 +42,6 @@ def frozen_weights(model: nn.Module) -> dict[str, str]:
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a parameter."""
-    held: torch.Tensor = getattr(parameter, "ds_tensor", parameter.detach())  # ZeRO-3's part, in one dimension
+    """Returns this rank's part of a parameter."""
+    held: torch.Tensor = getattr(parameter, "ds_tensor", parameter.detach())  # ZeRO-3's part, 1-D
     return held.to_local() if isinstance(held, DTensor) else held.detach()

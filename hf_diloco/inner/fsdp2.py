@@ -1,14 +1,14 @@
-"""FSDP2's master weights: everything that this package knows of the insides of `torch.distributed.fsdp.fully_shard`.
+"""FSDP2's master weights: the only module that knows the internals of `torch.distributed.fsdp.fully_shard`.
 
-Under FSDP2 a parameter is a DTensor, cut by rows over the ranks, which the optimizer trains where it lies: it is its
+Under FSDP2 a parameter is a DTensor, sharded by rows over the ranks, which the optimizer trains in place: it is its
 own master, also under a bf16 `MixedPrecisionPolicy`, and is read and written in place without gathering anything.
 
-After a forward pass without a backward, as of an evaluation, some modules stay *unsharded*: their parameters are whole
-copies, and the next forward pass takes these copies instead of the shards. So every module is resharded before its
-parameters are read, and again after they are written; without that the next forward pass would be stale.
+After a forward pass without a backward, as in evaluation, some modules stay *unsharded*: their parameters are whole
+copies, and the next forward pass uses these copies instead of the shards. So every module is resharded before its
+parameters are read, and again after they are written; otherwise the next forward pass would use stale weights.
 
-Under HSDP, a mesh of replicas by shards, all replicas hold the same rows. Each reads and writes its part of them, and
-they exchange the parts when these are committed: of all parameters, or of one fragment's.
+Under HSDP, a mesh of replicas by shards, all replicas hold the same rows. Each replica reads and writes its part of
+the rows, and `commit` exchanges the parts among the replicas.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def is_fsdp2(model: nn.Module) -> bool:
 
 
 class Fsdp2Shards(Shards):
-    """Each rank holds some rows of each parameter; of a parameter with few rows, perhaps none.
+    """Shards of which each rank holds some rows of each parameter, or none if the parameter has few rows.
 
     Args:
-        model: what `fully_shard` returned, or a model with such modules.
+        model: from `fully_shard`, or a model with such modules.
         optimizer: torch's, over the sharded parameters.
 
     Raises:
-        UnsupportedError: a trainable parameter is not sharded by FSDP2, by rows, with or without replicas.
+        UnsupportedError: a trainable parameter is not sharded by rows by FSDP2, with or without replicas.
     """
 
     is_replicated = False
@@ -74,7 +74,7 @@ class Fsdp2Shards(Shards):
         refuse_unfrozen(self._parameters(), self._optimizer, self.sizes)
 
     def segments(self) -> list[Segment]:
-        # Found anew each time: loading a checkpoint, or moving the model, gives a parameter another storage.
+        # Not cached: loading a checkpoint, or moving the model, gives a parameter another storage.
         found = []
         for name, parameter in self._exchanged().items():
             parts, mine = _parts(parameter), _replica(parameter)
@@ -89,7 +89,7 @@ class Fsdp2Shards(Shards):
                 _exchange_parts(parameter)
 
     def _exchanged(self) -> dict[str, Any]:
-        """What was trained at first."""
+        """Returns the parameters that were trainable at the start."""
         return {name: one for name, one in self._parameters().items() if name in self.sizes}
 
     def _parameters(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Fsdp2Shards(Shards):
 
 
 class _Fsdp2Optimizer(InnerOptimizer):
-    """Its buffers are DTensors, as the parameters are; seen here are the parts that this rank holds."""
+    """An optimizer whose buffers are DTensors, like the parameters; `state` has this rank's local tensors."""
 
     @property
     def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
@@ -124,22 +124,22 @@ def _num_replicas(tensor: DTensor) -> int:
 
 
 def _replica(tensor: DTensor) -> int:
-    """The number of this rank's replica."""
+    """Returns the number of this rank's replica."""
     return tensor.device_mesh.get_local_rank(0) if _num_replicas(tensor) > 1 else 0
 
 
 def _parts(tensor: DTensor) -> Sequence[torch.Tensor]:
-    """The rows that this rank holds, flattened, in a part for each replica; some may be empty."""
+    """Returns this rank's rows, flattened and split into one part per replica; parts may be empty."""
     return tensor.to_local().detach().view(-1).tensor_split(_num_replicas(tensor))
 
 
 def _exchange_parts(tensor: DTensor) -> None:
-    """Gives each replica the parts that the others have written. Collective over the island's ranks."""
+    """Sends each replica's part to the other replicas. Collective over the island's ranks."""
     if _num_replicas(tensor) == 1:
         return
     mesh = tensor.device_mesh
     for replica, part in enumerate(_parts(tensor)):
-        on_device = part.to(mesh.device_type)  # where the mesh communicates; offloaded values are in host memory
+        on_device = part.to(mesh.device_type)  # the mesh communicates there; offloaded values are in host memory
         if part.numel():
             dist.broadcast(on_device, group=mesh.get_group(0), group_src=replica)
             part.copy_(on_device)
@@ -174,7 +174,7 @@ def _refuse_unreadable(name: str, parameter: torch.Tensor, is_in_fsdp_module: bo
 
 
 def refuse_unsharded(num_ranks: int) -> None:
-    """Raises `UnsupportedError` where FSDP was asked for, and Accelerate trains whole models in its place.
+    """Raises `UnsupportedError` if FSDP was requested, but Accelerate did not shard the model.
 
     Args:
         num_ranks: ranks of the island; a single one has nothing to shard.

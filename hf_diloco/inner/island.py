@@ -1,4 +1,4 @@
-"""The ranks of one island among themselves: small records and agreement, over Gloo, beside the training's traffic."""
+"""Communication among the ranks of one island: small records and agreement, over Gloo, apart from training traffic."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class IslandGroup:
-    """All ranks of the island's `torch.distributed` world, or the one process that there is.
+    """All ranks of the island's `torch.distributed` world, or a single process.
 
-    A Gloo group of its own, so that the control messages need no accelerator and never mix with NCCL's order of
-    operations. JSON, never pickle.
+    Uses its own Gloo group, so that control messages need no accelerator and cannot disturb the order of NCCL
+    operations. Messages are JSON, never pickle.
 
     Attributes:
         rank: this process's rank in the island.
@@ -36,17 +36,17 @@ class IslandGroup:
         in_world = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if in_world else 0
         self.size = dist.get_world_size() if in_world else 1
-        # Ranks wait here while their leader waits for other islands: longer than it may take.
+        # Ranks wait here while their leader waits for other islands, so this timeout must be longer than the leader's.
         wait = timedelta(seconds=timeout)
         self.group = dist.new_group(backend="gloo", timeout=wait) if self.size > 1 else None
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for the island."""
+        """Whether this rank is the island's leader, which acts for it."""
         return self.rank == 0
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's `item` (JSON-able), in the order of the ranks, on every rank."""
+        """Returns every rank's `item` (JSON-able), in the order of the ranks, on every rank."""
         if self.size == 1:
             return [json.loads(json.dumps(item))]
         raw = json.dumps(item).encode()
@@ -60,13 +60,13 @@ class IslandGroup:
         return [json.loads(bytes(item[: int(length)].numpy())) for item, length in zip(gathered, lengths, strict=True)]
 
     def gather_briefly(self, item: Any, seconds: float) -> None:
-        """Takes part in the others' next `gather` with `item`, if that comes within so many seconds.
+        """Takes part in the other ranks' next `gather` with `item`, if it comes within `seconds`.
 
-        For the last word of a rank that is about to end: nobody can gather with it afterwards.
+        For the last message of a rank that is about to exit; call no other method afterwards.
         """
 
         def gather() -> None:
-            with suppress(RuntimeError):  # they have ended, too
+            with suppress(RuntimeError):  # the other ranks have exited, too
                 self.gather(item)
 
         thread = threading.Thread(target=gather, name="hf-diloco-last-word", daemon=True)
@@ -74,7 +74,7 @@ class IslandGroup:
         thread.join(seconds)
 
     def from_leader(self, item: Any) -> Any:
-        """The leader's `item` (JSON-able) on every rank; what other ranks pass does not count."""
+        """Returns the leader's `item` (JSON-able) on every rank; ignores the argument of other ranks."""
         if self.size == 1:
             return item
         raw = json.dumps(item).encode() if self.is_leader else b""
@@ -87,7 +87,7 @@ class IslandGroup:
         return json.loads(bytes(data.numpy()))
 
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over the ranks, in fp64."""
+        """Returns the element-wise sum over the ranks, in fp64."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -95,17 +95,18 @@ class IslandGroup:
         return total.tolist()
 
     def barrier(self) -> None:
-        """Returns once every rank has called it."""
+        """Waits until every rank has called it."""
         self.sum([0.0])
 
     def on_leader(self, call: Callable[[], T], kind: Any = None) -> T:
         """Runs `call` on the leader and returns its result on every rank.
 
         Args:
-            kind: the class of the result, which pydantic makes JSON of, and again from it; default: it is JSON-able.
+            call: called on the leader only.
+            kind: type of the result, for pydantic to convert it to JSON and back; default: it is JSON-able.
 
         Raises:
-            DiLoCoError: the one that the leader met, on every rank.
+            DiLoCoError: the leader's error, on every rank.
         """
         result: Any = None
         failure = None
@@ -127,7 +128,7 @@ class IslandGroup:
         """Runs `call` on every rank and returns its result there.
 
         Raises:
-            DiLoCoError: a rank met one; see `all_or_none`.
+            DiLoCoError: a rank raised one; see `all_or_none`.
         """
         result, failure = None, None
         try:
@@ -138,9 +139,10 @@ class IslandGroup:
         return cast(T, result)
 
     def all_or_none(self, error: DiLoCoError | None) -> None:
-        """Raises, on every rank, the error that the first rank met which met one; returns where none did.
+        """Raises, on every rank, the error of the first rank that has one; returns if no rank has one.
 
-        The same everywhere, though several may have met others: what an island does next depends on its kind.
+        All ranks raise the same error, even if several have different ones: the island's next action depends on its
+        type.
         """
         failures = self.gather(_dump_error(error) if error else None)
         first = next((rank for rank, failure in enumerate(failures) if failure), None)

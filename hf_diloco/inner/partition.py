@@ -1,9 +1,9 @@
-"""How the outer state is cut over an island's ranks, and the way of master weights in and out of it.
+"""Partitions the outer state over an island's ranks, and copies master weights to it and back.
 
-Two cuts. Where rank r of every island holds the very same segments, each rank keeps the outer state of its own
-segments and exchanges it with rank r elsewhere: no byte moves inside the island. Otherwise the canonical index
-space is cut into equal *lanes*, the same on all islands, and each island moves segments to the ranks that own the
-lanes and back, a bounded window at a time.
+There are two partitions. If rank r of every island holds the same segments, each rank keeps the outer state of its own
+segments and exchanges it with rank r of the other islands, without traffic inside the island. Otherwise the canonical
+index space is cut into equal *lanes*, the same on all islands, and each island moves segments to the ranks that own
+the lanes and back, a bounded window at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_diloco.inner.device_copies import copy_all
 from hf_diloco.inner.island import IslandGroup
 
 WINDOW_VALUES = 1 << 22
-"""Values of all lanes together that are under way inside the island at a time: 16 MiB of fp32."""
+"""Values, of all lanes together, in flight inside the island at a time: 16 MiB of fp32."""
 
 Interval = tuple[int, int]
 
@@ -37,7 +37,7 @@ class Partition(ABC):
         lanes: the numbers of the lanes that this rank owns, ascending.
         lane_sizes: their lengths.
         numel: length of the vector.
-        intervals: the canonical (start, length) runs that the vector is made of, in its order.
+        intervals: the canonical (start, length) runs in the vector, in its order.
     """
 
     def __init__(self, lanes: list[int], lane_sizes: list[int], intervals: list[Interval]) -> None:
@@ -47,20 +47,20 @@ class Partition(ABC):
         self.intervals = intervals
 
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `vector`, one a lane."""
+        """Returns views of `vector`, one per lane."""
         return list(vector.split(self.lane_sizes))
 
     def digest(self, vector: torch.Tensor, island: IslandGroup) -> str:
-        """One digest of a vector that is cut over an island's ranks, to be compared among islands. Collective in it.
+        """Returns one digest of a vector that is spread over an island's ranks. Collective in the island.
 
-        Lanes are the same on all islands, so equal numbers have equal digests on islands with other shards.
+        Lanes are the same on all islands, so equal values have equal digests on islands with other shards.
         """
         return self.combine_digests(
             [xxhash.xxh3_128_hexdigest(part.numpy().data) for part in self.split(vector)], island
         )
 
     def combine_digests(self, digests: Sequence[str], island: IslandGroup) -> str:
-        """One digest of the digests of this rank's lanes, in their order, and of all other ranks'."""
+        """Combines the digests of this rank's lanes, in their order, and those of all other ranks into one digest."""
         mine = {str(lane): digest for lane, digest in zip(self.lanes, digests, strict=True)}
         lanes = {int(lane): digest for held in island.gather(mine) for lane, digest in held.items()}
         return xxhash.xxh3_128_hexdigest("".join(lanes[lane] for lane in sorted(lanes)).encode())
@@ -75,7 +75,7 @@ class Partition(ABC):
 
 
 class AlignedPartition(Partition):
-    """Every rank owns what it holds: lane r is rank r's own segments, in their own order."""
+    """Every rank owns the lane of its own segments: lane r has rank r's segments, in their order."""
 
     def __init__(self, shards: Shards, island: IslandGroup) -> None:
         self._shards = shards
@@ -95,7 +95,7 @@ class AlignedPartition(Partition):
 
 @dataclass(frozen=True)
 class Overlap:
-    """A run of elements that one segment and one lane share."""
+    """A run of elements that is in both a segment and a lane."""
 
     segment: int
     segment_start: int
@@ -104,17 +104,17 @@ class Overlap:
 
 
 class LanePartition(Partition):
-    """The canonical index space in `num_lanes` equal lanes; lane l belongs to rank `l * ranks // num_lanes`.
+    """Cuts the canonical index space into `num_lanes` equal lanes; lane l belongs to rank `l * ranks // num_lanes`.
 
     Args:
         shards: this rank's master weights.
         island: the ranks of the island.
-        num_lanes: equal on all islands, at least the ranks of the largest.
-        block_values: lanes begin at multiples of it, so that a codec's blocks lie in one lane.
+        num_lanes: equal on all islands, and at least the number of ranks of the largest island.
+        block_values: lanes begin at multiples of it, so that no block of a codec spans two lanes.
 
     Attributes:
         shards: this rank's master weights.
-        windows: parts of the ranks' vectors that are swapped one after the other, to bound the memory it takes.
+        windows: parts of the ranks' vectors that are swapped one after the other, to bound memory.
     """
 
     def __init__(self, shards: Shards, island: IslandGroup, num_lanes: int, block_values: int = 1) -> None:
@@ -132,7 +132,7 @@ class LanePartition(Partition):
         intervals = [(low, high - low) for low, high in self._ranges[island.rank]]
         super().__init__(owned[island.rank], [length for _, length in intervals], intervals)
         held = island.gather(shards.intervals())
-        # (start, length, number of the segment) by position, to find what overlaps a window without looking at all.
+        # (start, length, number of the segment), sorted, to find the overlaps of a window without a full scan.
         self._held = [
             sorted((start, length, number) for number, (start, length) in enumerate(intervals)) for intervals in held
         ]
@@ -144,7 +144,7 @@ class LanePartition(Partition):
     def gather(self, out: torch.Tensor) -> None:
         island = self._island
         values = [segment.values for segment in self.shards.segments()]
-        if self.shards.is_replicated or island.size == 1:  # all that this rank owns, it holds
+        if self.shards.is_replicated or island.size == 1:  # this rank holds all that it owns
             mine = self.overlaps(island.rank, island.rank, (0, self.numel))
             copy_all([(_in_vector(out, overlap), _in_segments(values, overlap)) for overlap in mine])
             return
@@ -162,14 +162,17 @@ class LanePartition(Partition):
     def _in_window(
         self, values: list[torch.Tensor], vector: torch.Tensor, window: Interval
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """What this rank holds of each rank's vector, and where its own vector has what each rank holds of that."""
+        """Returns, for each rank, views of the segments here that it owns, and of the part of `vector` that it holds.
+
+        Covers only the part `window` of every rank's vector.
+        """
         me, ranks = self._island.rank, range(self._island.size)
         held = [[_in_segments(values, overlap) for overlap in self.overlaps(me, owner, window)] for owner in ranks]
         owned = [[_in_vector(vector, overlap) for overlap in self.overlaps(holder, me, window)] for holder in ranks]
         return held, owned
 
     def overlaps(self, holder: int, owner: int, window: Interval) -> list[Overlap]:
-        """What rank `holder`'s segments share with the part `window` of rank `owner`'s vector, in its order."""
+        """Returns the overlaps of `holder`'s segments with the part `window` of `owner`'s vector, in its order."""
         found = []
         vector_start = 0
         for low, high in self._ranges[owner]:
@@ -186,7 +189,7 @@ class LanePartition(Partition):
         return found
 
     def _swap(self, outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]]) -> None:
-        """Sends each rank its pieces, and fills those that each rank sends."""
+        """Sends each rank its outgoing pieces, and fills the incoming pieces from each rank."""
         counts, sizes = ([sum(piece.numel() for piece in pieces) for pieces in way] for way in (outgoing, incoming))
         sent = torch.empty(sum(counts))
         copy_all(_cut(sent, list(chain.from_iterable(outgoing))))
@@ -200,7 +203,7 @@ class LanePartition(Partition):
 def choose_partition(
     shards: Shards, island: IslandGroup, layouts: Sequence[dict[str, object]], block_values: int = 1
 ) -> Partition:
-    """The cut that all islands can share, given every island's `layout_of`; `block_values` as for `LanePartition`."""
+    """Returns the partition for all islands, given each island's `layout_of`; `block_values`: see `LanePartition`."""
     first = layouts[0]
     if all(layout == first for layout in layouts) and (island.size == 1 or not shards.is_replicated):
         return AlignedPartition(shards, island)
@@ -209,18 +212,18 @@ def choose_partition(
 
 
 def to_model_intervals(partition: Partition, fragment: Shards, model: Shards) -> list[Interval]:
-    """The runs that a partition of a fragment is made of, in the canonical index space of the whole model."""
+    """Returns the intervals of a fragment's partition in the canonical index space of the whole model."""
     offsets = model.offsets()
     return [(offsets[name] + inside, count) for name, inside, count in _by_parameter(partition, fragment)]
 
 
 def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """The runs of a rank's vector whose parameters have one label, in order: (begin, end, label).
+    """Splits a rank's vector into runs of parameters with the same label; returns (begin, end, label) in order.
 
     Args:
-        partition: which part is this rank's.
-        shards: that the partition is of.
-        label: of each parameter, by name; of one that has none, 0.
+        partition: this rank's part.
+        shards: the partitioned shards.
+        label: of each parameter, by name; 0 for a parameter without one.
     """
     found: list[tuple[int, int, int]] = []
     place = 0
@@ -235,7 +238,7 @@ def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> l
 
 
 def _by_parameter(partition: Partition, shards: Shards) -> Iterator[tuple[str, int, int]]:
-    """The runs of a rank's vector that lie in one parameter: its name, the first element there, and how many."""
+    """Yields the runs of a rank's vector within one parameter: its name, the first element, and the length."""
     names, starts = list(shards.sizes), list(shards.offsets().values())
     for position, length in partition.intervals:
         end = position + length
@@ -248,7 +251,7 @@ def _by_parameter(partition: Partition, shards: Shards) -> Iterator[tuple[str, i
 
 
 def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
-    """What tells whether two islands' shards line up: equal exactly if each rank holds the same segments.
+    """Returns the layout of an island's shards: two are equal exactly if each rank holds the same segments in both.
 
     Raises:
         UnsupportedError: the island's ranks do not hold one whole model.
@@ -260,12 +263,12 @@ def layout_of(shards: Shards, island: IslandGroup) -> dict[str, object]:
 
 
 def check_cover(shards: Shards, island: IslandGroup) -> None:
-    """Refuses what would train silently wrong: gaps, elements held twice, ranks with different models.
+    """Checks that the ranks hold one whole model: no gaps, no element twice, no differing models.
 
-    Collective over the island's ranks; all of them raise or none.
+    Training would be silently wrong otherwise. Collective over the island's ranks; all of them raise or none.
 
     Raises:
-        UnsupportedError: naming the parameter.
+        UnsupportedError: names the parameter.
     """
     held = island.gather({"sizes": dict(shards.sizes), "intervals": shards.intervals()})
     if any(list(rank["sizes"].items()) != list(held[0]["sizes"].items()) for rank in held):
@@ -279,7 +282,7 @@ def check_cover(shards: Shards, island: IslandGroup) -> None:
 
 
 def _check_tiles(intervals: Sequence[Interval], shards: Shards) -> None:
-    """The intervals must fill the canonical index space without gap or overlap."""
+    """Raises `UnsupportedError` unless the intervals fill the canonical index space without gap or overlap."""
     end = 0
     for start, length in sorted((start, length) for start, length in intervals if length):
         if start > end:
@@ -311,5 +314,5 @@ def _in_vector(vector: torch.Tensor, overlap: Overlap) -> torch.Tensor:
 
 
 def _cut(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The parts of a vector that lie beside these pieces, each with its piece."""
+    """Splits a vector by the sizes of these pieces; returns each part with its piece."""
     return list(zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True))

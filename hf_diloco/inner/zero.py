@@ -1,9 +1,9 @@
-"""DeepSpeed's master weights: everything that this package knows of DeepSpeed's insides.
+"""DeepSpeed's master weights: the only module that knows DeepSpeed's internals.
 
-DeepSpeed keeps the fp32 masters in flat tensors that belong to its optimizer, each rank a part under ZeRO-1/2/3.
-Here they are read and written in place, without gathering anything; `commit` then runs the same steps that
-DeepSpeed's own optimizer step ends with. (Its public setters leave the forward pass stale until the next step, and
-writes to the model's parameters are undone by it.)
+DeepSpeed keeps the fp32 masters in flat tensors of its optimizer, of which each rank has a part under ZeRO-1/2/3.
+Here they are read and written in place, without gathering anything; `commit` then runs the same steps as the end of
+DeepSpeed's own optimizer step. (DeepSpeed's public setters leave the forward pass stale until the next step, and that
+step undoes writes to the model's parameters.)
 
 Checked against DeepSpeed 0.19.8.
 """
@@ -26,7 +26,7 @@ from hf_diloco.inner.base import InnerOptimizer, PlainShards, Segment, Shards, p
 logger = logging.getLogger("hf_diloco")
 
 TESTED_VERSIONS = ("0.19.8", "0.20")
-"""From the first up to, not including, the second. With Gloo, 0.19.7 reads ZeRO-3 parameters before they arrive."""
+"""From the first version up to, not including, the second. With Gloo, 0.19.7 reads ZeRO-3 parameters too early."""
 
 
 def is_deepspeed(optimizer: Any) -> bool:
@@ -35,14 +35,14 @@ def is_deepspeed(optimizer: Any) -> bool:
 
 
 def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
-    """The masters behind a DeepSpeed optimizer.
+    """Returns the master weights of a DeepSpeed optimizer.
 
     Raises:
-        UnsupportedError: for a layout that this package cannot read, with the reason.
+        UnsupportedError: this package cannot read the layout; the message gives the reason.
     """
     _warn_if_untested()
     _refuse_unreachable_masters(optimizer)
-    # By exact type: what DeepSpeed derives from these (ZenFlow, SuperOffload) updates its masters at other times.
+    # By exact type: subclasses in DeepSpeed (ZenFlow, SuperOffload) update their masters at other times.
     known = LAYOUTS.get(type(optimizer).__name__)
     if known is not None:
         _check_muon(optimizer)
@@ -56,7 +56,7 @@ def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
 
 
 class _DeepSpeedShards(Shards):
-    """What the DeepSpeed layouts share: names, sizes, and the optimizer."""
+    """Base class of the DeepSpeed layouts: names, sizes, and the optimizer."""
 
     is_replicated = False
 
@@ -78,11 +78,11 @@ class _DeepSpeedShards(Shards):
 
     @abstractmethod
     def _groups(self) -> Iterable[tuple[int, Sequence[torch.Tensor]]]:
-        """The model's parameters by parameter group, each with the group's number; a group may come in pieces."""
+        """Returns (group number, parameters) of each parameter group; a group may come in several pieces."""
 
 
 class Zero12Shards(_DeepSpeedShards):
-    """ZeRO-1 and ZeRO-2: each parameter group flattened, padded, and cut into one partition a rank."""
+    """ZeRO-1 and ZeRO-2: each parameter group is flattened, padded, and cut into one partition per rank."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         super().__init__(model, optimizer)
@@ -132,7 +132,7 @@ class BF16OptimizerShards(_DeepSpeedShards):
 
 
 class Zero3Shards(_DeepSpeedShards):
-    """ZeRO-3: every parameter cut into one part a rank; the parts flattened into sub-groups."""
+    """ZeRO-3: every parameter is cut into one part per rank, and the parts are flattened into sub-groups."""
 
     description = "ZeRO-3"
 
@@ -157,10 +157,10 @@ class Zero3Shards(_DeepSpeedShards):
 
     def commit(self, names: Collection[str] | None = None) -> None:
         optimizer = self._optimizer
-        optimizer._partition_all_parameters()  # drops parameters that are gathered at the moment
+        optimizer._partition_all_parameters()  # releases parameters that are currently gathered
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        if optimizer.persistent_parameters:  # small parameters that stay gathered: gather them anew
+        if optimizer.persistent_parameters:  # small parameters that stay gathered: gather them again
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
 
@@ -190,7 +190,7 @@ class FusedStage0Shards(_DeepSpeedShards):
 
 
 class UnfusedStage0Shards(FusedStage0Shards):
-    """ZeRO-0 in 16 bits with another optimizer: one fp32 copy a parameter."""
+    """ZeRO-0 in 16 bits with another optimizer: one fp32 copy per parameter."""
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [
@@ -215,7 +215,7 @@ def _warn_if_untested() -> None:
 
 
 def refuse_split_models(model: nn.Module) -> None:
-    """Raises `UnsupportedError` where DeepSpeed gives the ranks different parameters under one name."""
+    """Raises `UnsupportedError` if DeepSpeed gives the ranks different parameters under the same name."""
     if "PipelineModule" in {kind.__name__ for kind in type(model).__mro__}:
         raise UnsupportedError(
             "the ranks of a DeepSpeed PipelineModule hold different layers, which this package cannot read yet: use "
@@ -248,7 +248,7 @@ def _refuse_unreachable_masters(optimizer: Any) -> None:
 
 
 def _check_muon(optimizer: Any) -> None:
-    """Refuses a Muon that is given cut matrices; warns where DeepSpeed's own is clipped."""
+    """Refuses a Muon that would get flattened matrices; warns if DeepSpeed clips its own Muon."""
     inner = type(optimizer.optimizer).__name__
     if inner in ("Muon", "MuonAdamW"):
         raise UnsupportedError(
@@ -271,4 +271,4 @@ LAYOUTS: dict[str, Callable[[nn.Module, Any], Shards]] = {
     "FP16_Optimizer": FusedStage0Shards,
     "FP16_UnfusedOptimizer": UnfusedStage0Shards,
 }
-"""By the type of DeepSpeed's optimizer."""
+"""Shards by the class name of DeepSpeed's optimizer."""
