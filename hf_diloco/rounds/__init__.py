@@ -1,1 +1,1 @@
-"""Sessions and rounds: how an island meets the others and synchronises with them."""
+"""Sessions and rounds: how islands meet and synchronise."""

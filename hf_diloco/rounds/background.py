@@ -1,10 +1,10 @@
-"""Rounds behind the inner steps: captured, carried out on a thread of their own, and landed some inner steps later.
+"""Rounds behind the inner steps: captured, carried out on a separate thread, and applied some inner steps later.
 
     begin: capture; the fragment's next inner steps begin
-    on the thread: the pseudo-gradient is made, and goes the way of every contribution (`rounds.round`)
-    land, `config.delay` inner steps later: write masters
+    on the thread: make the pseudo-gradient, and carry out the round (`rounds.round`)
+    land, `config.delay` inner steps later: write the masters
 
-Several may be under way; they are carried out, and land, in their order.
+Several rounds may be in flight; they are carried out, and land, in order.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hf_diloco.rounds.round import Contribution, SyncClock, capture
 class Background:
     """One rank's rounds from capture to landing. Every method is collective over the island's ranks.
 
-    After a round has failed, those behind it fail too.
+    If a round fails, the rounds queued behind it fail too.
 
     Args:
-        carry_out: takes a contribution through its round; called on a thread, with a group of ranks that nothing else
+        carry_out: carries out the round of a contribution; called on a thread, with a group of ranks that nothing else
             uses meanwhile.
 
     Attributes:
-        last_end: when training last went on, in seconds of the monotonic clock.
-        failure: of a round that `settle` waited for; for the next `advance`.
-        is_landing: inner steps wait for a round that is to land now.
+        last_end: when training last resumed, in seconds of the monotonic clock.
+        failure: error of a round that `settle` waited for; the next `advance` raises it.
+        is_landing: inner steps are waiting for a round that is due to land.
     """
 
     def __init__(self, outer: OuterState, carry_out: Callable[[Contribution], SyncReport]) -> None:
@@ -51,11 +51,11 @@ class Background:
 
     @property
     def oldest(self) -> Contribution | None:
-        """That whose round is carried out first."""
+        """The contribution of the oldest round in flight, if any."""
         return self._under_way[0][0] if self._under_way else None
 
     def begin(self) -> Contribution:
-        """Captures what the next round is of; the fragment's next inner steps begin."""
+        """Captures the contribution to the next round; the fragment's next inner steps begin."""
         own = capture(self.outer, SyncClock(self.last_end))
         own.fragment.start_anew()
         own.is_begun = True
@@ -63,7 +63,7 @@ class Background:
         return own
 
     def start(self, own: Contribution) -> None:
-        """Has a round that has begun carried out after those before it."""
+        """Queues a round from `begin` on the thread."""
 
         def run() -> SyncReport:
             if self._has_failed:
@@ -84,17 +84,21 @@ class Background:
         self.last_end = time.monotonic()
 
     def landing(self, at_once: bool = False) -> Fragment | None:
-        """The fragment whose masters are to take the outer parameters of its last round; the oldest if several."""
+        """Returns the fragment whose round is due to land, the earliest if there are several; None if there is none.
+
+        Args:
+            at_once: the earliest round is due now, whatever its `install_in`.
+        """
         waiting = [fragment for fragment in self.outer.fragments if fragment.install_in is not None]
         first = min(waiting, key=lambda fragment: fragment.install_in or 0, default=None)
         is_time = first is not None and first.install_in is not None and (at_once or first.install_in <= 0)
         return first if is_time else None
 
     def land(self, fragment: Fragment) -> list[SyncReport]:
-        """Waits for the round of `fragment`, if it is under way still, and has the masters take its result.
+        """Waits for the round of `fragment`, if it is still in flight, and installs its result in the masters.
 
         Raises:
-            DiLoCoError: it failed; it and all behind it have given back what they took.
+            DiLoCoError: the round failed; it and all rounds behind it have returned their inner steps.
         """
         reports = []
         if self.oldest and self.oldest.fragment is fragment:
@@ -110,7 +114,7 @@ class Background:
         return [replace(report, seconds_applying=report.seconds_applying + seconds) for report in reports]
 
     def collect(self) -> SyncReport:
-        """Waits for the oldest round under way.
+        """Waits for the oldest round in flight.
 
         Raises:
             DiLoCoError: as `land`.
@@ -136,7 +140,7 @@ class Background:
         self._has_failed = False
 
     def settle(self) -> list[SyncReport]:
-        """Waits for all rounds under way."""
+        """Waits for all rounds in flight. Keeps an error in `failure` instead of raising it."""
         reports = []
         try:
             while self._under_way:
@@ -146,16 +150,16 @@ class Background:
         return reports
 
     def raise_failure(self) -> None:
-        """Raises, once, what `settle` met."""
+        """Raises the error that `settle` kept, once."""
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
 
     def close(self) -> None:
-        """Returns when the thread has ended."""
+        """Waits until the thread has ended; cancels rounds that it has not started."""
         self._pool.shutdown(cancel_futures=True)
 
 
 def _take_one_core() -> None:
-    """Two busy threads' worth of small operations on cores that train would slow both down, 40 times and more."""
+    """Limits this thread to one core: small operations on cores busy with training slow both down 40-fold or more."""
     torch.set_num_threads(1)

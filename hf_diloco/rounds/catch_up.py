@@ -1,5 +1,6 @@
-"""Rounds that are over: what late islands find of them in the store, averages and snapshots of outer states; and how
-they come to a later state where what a decided round was made of is gone.
+"""Finished rounds: the averages and snapshots in the store from which late islands catch up.
+
+If the payloads of a committed round are gone, an island moves on to a later snapshot.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from hf_diloco.utils.waiting import WaitNotes
 logger = logging.getLogger("hf_diloco")
 
 LOOK_SECONDS = 0.2
-"""How often who waits for others looks into the store."""
+"""Poll interval of the store while waiting for other islands."""
 
 
 @dataclass
 class Archive:
-    """One rank's part in it. What writes, or takes over a state, is collective over the island's ranks.
+    """One rank's access to finished rounds. Methods that write or load a state are collective over the island's ranks.
 
     Attributes:
         island: the ranks of this island; a group that nothing else uses while a thread carries out rounds.
-        engines: how values get from island to island, one a fragment.
+        engines: move values between islands, one per fragment.
         quorum: decides rounds; on the island's leader only.
-        last: the round that this process has completed last, and how it was decided.
+        last: the last round that this process has completed, with its outcome.
     """
 
     outer: OuterState
@@ -54,16 +55,16 @@ class Archive:
         self._notes = WaitNotes(self.config.island, clock=self.clock)
 
     def engine_of(self, number: int) -> Engine:
-        """The engine of the fragment whose round `number` is."""
+        """Returns the engine of the fragment that round `number` synchronises."""
         return self.engines[(number - 1) % len(self.engines)]
 
-    # What others may need
+    # Writing for other islands
 
     def complete(self, planned: Attempt, outcome: OutcomeRecord) -> None:
-        """A round is committed.
+        """Records a committed round.
 
-        Who offers for it has put its average of the one before into the store, if that was on it: so that one is only
-        looked for later if the process that was to do so does not take part any more.
+        A process uploads the average of a round that it committed before it offers for the next one. So the average
+        of the round before needs checking only if the process that committed it does not take part in this one.
         """
         self._before = self.last if self.last and not _has_author_of(planned, *self.last) else None
         self.last = planned, outcome
@@ -75,7 +76,7 @@ class Archive:
         self.island.on_all(lambda: self.snapshots.write(self.outer.round, self.outer.outer_hash, states, folder))
 
     def write_snapshot_if_due(self) -> None:
-        """Begins to write the outer state into the store, if that is due after the last round, and on this island."""
+        """Starts to write a snapshot, if one is due after the last round and this island is its first participant."""
         assert self.last is not None
         planned, _ = self.last
         if planned.round % self.config.snapshot_every == 0 and min(planned.participants) == self.config.island:
@@ -84,7 +85,7 @@ class Archive:
             )
 
     def rescue_start(self) -> None:
-        """Writes the snapshot that the run starts from again, if it is this island's and was damaged meanwhile."""
+        """Rewrites the snapshot that the run starts from, if this island wrote it and it has become corrupt."""
 
         def find() -> str:
             start = self.snapshots.own_start(self.outer.round)
@@ -94,13 +95,14 @@ class Archive:
             self.write_snapshot(folder)
 
     def rescue_snapshot(self, is_first: Callable[[], bool], is_awaited: Callable[[], bool]) -> None:
-        """After a missed round: writes what who joins or is late needs, where that was damaged. Else they may wait for
-        a snapshot, and this island for them.
+        """After a missed round: writes a missing or corrupt snapshot that joining or late islands need.
+
+        Otherwise those islands may wait for a snapshot while this island waits for them.
 
         Args:
-            is_first: whether this island is to write it; asked by the leader. Where the run starts, it is who wrote
-                the start.
-            is_awaited: whether another island joins, and so may have found its values damaged; likewise.
+            is_first: whether this island is to write the snapshot; called on the leader. The snapshot that the run
+                starts from is rewritten by its author instead.
+            is_awaited: whether another island is joining, and may have found that snapshot corrupt; called likewise.
         """
 
         def find() -> str:
@@ -116,9 +118,10 @@ class Archive:
             self.write_snapshot(folder)
 
     def rescue_checkpoint(self, number: int) -> None:
-        """As `rescue_average`, by an island that resumes from a checkpoint of round `number`.
+        """Does `rescue_average` for an island that resumes from a checkpoint of round `number`.
 
-        All islands may have been killed. Those that resume from earlier rounds take part only once they have it.
+        All islands may have been killed. Those that resume from earlier rounds need this state before they can take
+        part.
         """
 
         def is_missing() -> bool:
@@ -137,7 +140,7 @@ class Archive:
         return attempt.outcome is None or self.engine_of(number).has_average(number, attempt.number)
 
     def rescue_average(self) -> None:
-        """Where nobody has put the average of one of the last rounds into the store, a snapshot takes its place."""
+        """Writes a snapshot if the average of one of the last two rounds is not in the store."""
         if self.last is not None and self.island.on_leader(self._is_average_missing):
             self._tell_and_write(self.outer.round)
 
@@ -147,7 +150,7 @@ class Archive:
         self.write_snapshot()
 
     def _is_average_missing(self) -> bool:
-        """Whether nobody can catch up with one of them, and it is on this island, of those left, to change that."""
+        """Whether an average of the last rounds is missing, and this island is the one that must replace it."""
         assert self.last is not None
         assert self.quorum is not None
         alive = self.quorum.processes()
@@ -159,12 +162,13 @@ class Archive:
             return False
         return not self.engine_of(planned.round).has_average(planned.round, planned.number)
 
-    # What this island needs
+    # Reading for this island
 
     def await_average(self, planned: Attempt) -> bool:
-        """Whether the average of a committed round is in the store, or comes there before a later snapshot does.
+        """Waits for the average of a committed round in the store; returns whether it is there.
 
-        Where nobody is left to put it there, the round is taken again; see `Quorum.revoke`.
+        Returns False if a later snapshot appears, the timeout passes, or no island holds the average any more, so that
+        the round is repeated; see `Quorum.revoke`.
         """
         return self.island.on_leader(lambda: self._await_average(planned))
 
@@ -184,12 +188,12 @@ class Archive:
         return True
 
     def pass_over(self, planned: Attempt, error: PayloadError, part: Part, is_resuming: bool) -> None:
-        """Takes over a later snapshot, and drops what the rounds until then have used of this island's progress.
+        """Loads a later snapshot, and drops this island's progress that the skipped rounds have used.
 
         Args:
             planned: the round that cannot be carried out.
-            part: of this island's progress that it has used.
-            is_resuming: the progress comes from a checkpoint, and may have gone into any of them.
+            part: how much of this island's progress it has used.
+            is_resuming: the progress comes from a checkpoint, and any of the skipped rounds may have used it.
 
         Raises:
             IslandLostError: there is no later snapshot yet.
@@ -200,11 +204,11 @@ class Archive:
             self._drop_after(planned.round)
 
     def skip(self, number: int, error: PayloadError, is_resuming: bool, may_be_used: bool) -> None:
-        """As `pass_over`, where a record of the committed round `number` is damaged: nobody knows who took part.
+        """Does `pass_over` for a committed round `number` with a corrupt record, whose participants are unknown.
 
         Args:
             is_resuming: see `pass_over`.
-            may_be_used: this island had offered; what it offered must not count twice.
+            may_be_used: this island had offered for the round, and its progress must not count twice.
 
         Raises:
             IslandLostError: there is no later snapshot yet.
@@ -218,7 +222,7 @@ class Archive:
             self._drop_after(number)
 
     def _take_over_later(self, error: PayloadError) -> None:
-        """Takes over a later snapshot; raises `IslandLostError` if there is none yet."""
+        """Loads a later snapshot; raises `IslandLostError` if there is none yet."""
         if not self.take_over(lambda: getattr(self.snapshots.newest(self.outer.round), "folder", None)):
             raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
 
@@ -240,10 +244,10 @@ class Archive:
             self.outer.shrink(fragment, offer.steps)
 
     def take_over(self, find: Callable[[], str | None]) -> bool:
-        """Takes over the outer state of the snapshot in the folder that `find` names; returns whether there is one.
+        """Loads the outer state of the snapshot in the folder from `find`; returns whether there is one.
 
-        A snapshot may be cleared up while it is read: then there is a newer one. One that is damaged is passed over:
-        then an older one, and the rounds since, do.
+        If the snapshot is deleted while it is read, there is a newer one, and `find` is called again. A corrupt
+        snapshot is skipped: an older one, and the rounds since, lead to the same state.
         """
         tried = None
         while (folder := self.island.on_leader(find)) is not None:
@@ -280,6 +284,6 @@ class Archive:
 
 
 def _has_author_of(planned: Attempt, before: Attempt, outcome: OutcomeRecord) -> bool:
-    """Whether the process that has committed a round takes part in the next one."""
+    """Whether the process that committed the round `before` takes part in `planned`."""
     author = {(offer.island, offer.incarnation) for offer in before.offers if offer.island == outcome.by}
     return bool(author & {(offer.island, offer.incarnation) for offer in planned.offers})

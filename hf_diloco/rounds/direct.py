@@ -1,9 +1,9 @@
-"""Islands that come and go and exchange directly: connections for each membership, and each average kept in the store.
+"""Direct exchange among islands that come and go: connections per membership, and each average kept in the store.
 
-Whoever takes part in a round must be there, so an attempt in which one is lost is aborted, its connections are dropped
-at once, and the next attempt has new ones among those that are left, with the same pseudo-gradients. After the outcome
-the island that wrote it puts the average into the store, behind its next inner steps: that is what an island catches
-up with that was away, or joins.
+All participants of a round must be present. If one is lost, the attempt is aborted, its connections are dropped at
+once, and the next attempt makes new ones among the remaining islands, with the same pseudo-gradients. After the
+outcome the island that wrote it uploads the average to the store, behind its next inner steps. Islands that were away,
+or join, catch up from these averages.
 
     links/R-A/...                       how the participants of attempt A of round R find each other
     rounds/R/A/mean/rank-K.json         one rank's part of the average, once it is in the store
@@ -53,18 +53,18 @@ from hf_diloco.utils.waiting import WaitNotes
 logger = logging.getLogger("hf_diloco")
 
 NOTE_PATIENCE = 0.5
-"""See `LossNotes`. A wrong island named costs an attempt here, and everybody waits for it."""
+"""See `LossNotes`. Blaming the wrong island costs an attempt here, and delays all islands."""
 
 
 class RangeRecord(Record):
-    """What an offer says of one rank: which values it owns."""
+    """The range of values that one rank owns, in an offer."""
 
     start: Number
     length: Number
 
 
 class MeanRecord(Record):
-    """One rank's part of an average."""
+    """Where one rank's part of an average is in the store."""
 
     rank: Number
     num_ranks: int = Field(ge=1, le=4096)
@@ -80,8 +80,8 @@ class DirectEngine(Engine):
         size: values of the whole model.
         author: names the island and its process, as "00001-000002".
         address: local address to listen on, as the other islands see it.
-        key: what participants prove to each other that they hold; None without the run's key.
-        rate_limit: for all that this rank sends.
+        key: participants prove to each other that they hold it; None without the run's key.
+        rate_limit: for all traffic that this rank sends.
     """
 
     config: DiLoCoConfig
@@ -116,12 +116,12 @@ class DirectEngine(Engine):
         try:
             mesh = self._connect(planned, own, ranges)
             return mesh.average(mean, list(planned.participants.values()), self._codec, observe)
-        except DamagedTransferError as error:  # by place, as all that a mesh knows
+        except DamagedTransferError as error:  # a mesh numbers islands by place
             islands = [planned.offers[place].island for place in error.islands]
             raise DamagedTransferError(islands, error.is_sealed) from None
         except ForgedError as error:
             raise self._refused(planned, error) from None
-        except RendezvousError as error:  # all were alike when they joined: somebody writes there
+        except RendezvousError as error:  # settings matched at the join: a foreign process answers
             raise IslandLostError(str(error)) from None
         except IslandLostError as error:
             lost = [planned.offers[place].island for place in error.islands] or self._absent(planned)
@@ -153,7 +153,7 @@ class DirectEngine(Engine):
     # Connections
 
     def _connect(self, planned: Attempt, own: int, ranges: list[list[Range]]) -> SegmentedMesh:
-        """Keeps the connections that stand if all participants have the same, and nobody else has; else makes new."""
+        """Reuses the open connections if exactly the plan's participants share them; otherwise opens new ones."""
         members = [(offer.island, offer.incarnation) for offer in planned.offers]
         if self._mesh and {offer.links for offer in planned.offers} == {self.links} and members == self._members:
             return self._mesh
@@ -188,7 +188,7 @@ class DirectEngine(Engine):
         return self._mesh
 
     def _refused(self, planned: Attempt, error: ForgedError) -> IslandLostError:
-        """The error for a participant that did not prove who it is, which this island's signs of life say."""
+        """Returns the error for a participant that failed authentication; this island's heartbeats report it, too."""
         self.log.refuse_island(error)
         islands = [] if error.island is None else [error.island]
         return IslandLostError(f"islands {islands} were refused in round {planned.round} ({error})", islands)
@@ -203,7 +203,7 @@ class DirectEngine(Engine):
         return ranges
 
     def _absent(self, planned: Attempt) -> list[int]:
-        """Participants that have not said where they listen."""
+        """Returns the other participants that have not published their address."""
         there = {path.rpartition("/")[2] for path in self.log.list(f"links/mesh/{_name_of(planned)}")}
         absent = [offer.island for place, offer in enumerate(planned.offers) if f"{place}.json" not in there]
         return [island for island in absent if island != self.config.island]
@@ -231,7 +231,7 @@ class DirectEngine(Engine):
         return self._find_mean(_mean_folder(number, attempt)) is not None
 
     def _find_mean(self, folder: str) -> list[ObjectInfo] | None:
-        """Where a round's average is, once all of it is in the store."""
+        """Returns the objects of a round's average; None until all of them are in the store."""
         records = [self.log.read_or_refuse(path, MeanRecord) for path in self.log.list(f"{folder}/")]
         whole = [record for record in records if record is not None]
         if not whole or [record.rank for record in whole] != list(range(whole[0].num_ranks)):
@@ -244,15 +244,15 @@ def _mean_folder(number: int, attempt: int) -> str:
 
 
 def _name_of(planned: Attempt) -> str:
-    """Of the connections that an attempt makes."""
+    """Returns the name of an attempt's connections."""
     return f"{planned.round:08d}-{planned.number:02d}"
 
 
-# Where islands cut the parameters differently
+# Islands with different numbers of ranks
 
 
 class Range(NamedTuple):
-    """A rank's values: canonical index of the first, and how many."""
+    """A rank's range of values: canonical index of the first one, and the length."""
 
     start: int
     length: int
@@ -263,7 +263,7 @@ class Range(NamedTuple):
 
 
 def check_ranges(ranges: Sequence[Range], size: int) -> None:
-    """Raises `PayloadError` unless an island's ranges, in the order of its ranks, are all `size` values, each once."""
+    """Raises `PayloadError` unless an island's ranges, in the order of its ranks, cover `size` values, each once."""
     position = 0
     for part in ranges:
         if part.start != position or part.length < 0:
@@ -274,7 +274,7 @@ def check_ranges(ranges: Sequence[Range], size: int) -> None:
 
 
 def cut(own: Range, all_ranges: Sequence[Sequence[Range]]) -> list[Range]:
-    """The pieces of a rank's range, each with one owner in every island; in ascending order."""
+    """Cuts a rank's range into pieces that have one owner in every island; returns them in ascending order."""
     ends = {end for ranges in all_ranges for part in ranges for end in (part.start, part.end)}
     inner = sorted(end for end in ends if own.start < end < own.end)
     bounds = [own.start, *inner, own.end]
@@ -284,20 +284,21 @@ def cut(own: Range, all_ranges: Sequence[Sequence[Range]]) -> list[Range]:
 class SegmentedMesh:
     """One rank's connections for all its values.
 
-    Each rank of an island owns one range of the canonical index space. Where all islands have as many ranks the ranges
-    are equal, and a rank has one peer in each island. Else the space is cut at the ends of all islands' ranges: every
-    piece has one owner in each island, who exchange it. Pieces go in ascending order: nobody waits in a circle.
+    Each rank of an island owns one range of the canonical index space. If all islands have the same number of ranks,
+    the ranges are equal, and a rank has one peer in each island. Otherwise the space is cut at the ends of all
+    islands' ranges, so that every piece has one owner in each island, and its owners exchange it. Pieces are exchanged
+    in ascending order, which avoids deadlock.
 
     Args:
-        lane: of all its pieces, each of which is a lane of its own; owners are numbered by their places among the
-            islands that take part.
+        lane: settings for the pieces, each of which is a lane of its own; islands are numbered by their place among
+            the participants.
         own: this rank's range.
-        all_ranges: of all ranks of all islands that take part, in their order; checked.
+        all_ranges: the ranges of all ranks of all participants, in their order; checked by the caller.
         watch: see `MeshExchange`.
 
     Raises:
-        IslandLostError: the others did not connect; places are named, where one is to blame.
-        ForgedError: another one does not hold the key; the island is named.
+        IslandLostError: peers did not connect; names the places of those to blame, if known.
+        ForgedError: a peer does not hold the key; names the island.
     """
 
     def __init__(
@@ -318,7 +319,7 @@ class SegmentedMesh:
     def average(
         self, values: torch.Tensor, weights: Sequence[float], codec: Codec, observe: Observer | None = None
     ) -> Traffic:
-        """As `Exchange.average`, of this rank's whole range."""
+        """See `Exchange.average`; averages this rank's whole range."""
         if not self._is_open:
             raise ExchangeError("these connections are closed")
         traffic = Traffic()
@@ -328,7 +329,7 @@ class SegmentedMesh:
             low = piece.start - self._own.start
             try:
                 traffic += mesh.average(values[low : low + piece.length], weights, codec, observe)
-            except DamagedTransferError as error:  # the others wait for the pieces that are left
+            except DamagedTransferError as error:  # peers wait for the remaining pieces
                 damaged.update(error.islands)
                 is_sealed = error.is_sealed
         if damaged:
@@ -336,7 +337,7 @@ class SegmentedMesh:
         return traffic
 
     def close(self) -> None:
-        """Lets go of all connections at once; may be called more than once."""
+        """Closes all connections at once; may be called more than once."""
         for _, mesh in self._pieces:
             mesh.close()
         self._pieces.clear()
@@ -352,13 +353,13 @@ def open_engines(
     key: LinkKey | None,
     rate_limit: RateLimit,
 ) -> list[Engine]:
-    """How islands that meet in an object store exchange each fragment. Collective over the island's ranks.
+    """Returns the engine of each fragment, for islands that meet in an object store. Collective in the island.
 
     Args:
         buckets: this rank's range of each fragment in the object store.
         author: names the island and its process, as "00001-000002".
         key: see `DirectEngine`.
-        rate_limit: for all that this rank sends.
+        rate_limit: for all traffic that this rank sends.
 
     Raises:
         RendezvousError: the address to listen on is a public one.

@@ -1,12 +1,12 @@
-"""Islands that meet in an object store and come and go.
+"""Sessions of islands that meet in an object store and come and go.
 
-    pseudo-gradient -> publish -> offer -> plan -> average what the plan names -> vote
+    pseudo-gradient -> publish -> offer -> plan -> average the planned offers -> vote
         -> outcome -> outer step -> masters
 
-What a plan names lies in the store, so every island carries out every round by itself, at its own time: in the round,
-late, or after it was away. Therefore catching up is the same loop as taking part: as long as there is a plan for the
-next round, carry it out; when there is none, offer. An island without a part in a round keeps its own progress on top
-of the new outer parameters, and brings it to a later one.
+All values that a plan needs are in the store, so every island can carry out every round on its own and at any time: in
+the round, late, or after it was away. So catching up is the same loop as taking part: while there is a plan for the
+next round, carry it out; when there is none, offer. An island that did not take part in a round keeps its progress on
+top of the new outer parameters, and contributes it to a later round.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from hf_diloco.utils.waiting import WaitNotes
 logger = logging.getLogger("hf_diloco")
 
 NUM_LANES = 64
-"""The canonical index space is cut in as many lanes on all islands, whatever their ranks: digests are per lane."""
+"""Lanes of the canonical index space, equal on all islands, whatever their number of ranks: digests are per lane."""
 
 _STORE_SECONDS = 30.0
-"""After so long without an answer the store counts as lost; sooner, if an exchange may not take as long."""
+"""The store counts as lost after this long without an answer, or after `exchange_timeout` if that is shorter."""
 
 _RETURN_SHARE = 0.6
-"""Of that, where island 0 keeps it: it may be started again meanwhile."""
+"""Share of that time for which nothing may listen at the port of a store that island 0 keeps: it may be restarting."""
 
 
 class ElasticSession(BaseSession):
@@ -73,13 +73,13 @@ class ElasticSession(BaseSession):
     Args:
         config: the outer loop's settings; `rendezvous` names the store.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
-        clock: by which it waits for them, and tells whether they live.
-        host: keeps the store on this rank, for as long as others take part.
+        clock: for waits and leases.
+        host: keeps the store on this rank, for as long as other islands take part.
         linger: see `Rules.linger`.
 
     Attributes:
         store: where the islands meet.
-        rounds: offers and carries them out; this and the next since `join`.
+        rounds: offers and carries out rounds; this and the next attribute are set by `join`.
     """
 
     rounds: ElasticRounds
@@ -109,7 +109,7 @@ class ElasticSession(BaseSession):
             warn_if_exposed(server[1])
         url, timeout = config.rendezvous, min(_STORE_SECONDS, config.exchange_timeout)
         gone_after = _RETURN_SHARE * timeout if linger else None
-        island.on_leader(lambda: ObjectStore(url, timeout) and None)  # what keeps it out: known to all ranks
+        island.on_leader(lambda: ObjectStore(url, timeout) and None)  # so all ranks raise its error
         self.store: ObjectStore = island.on_all(lambda: ObjectStore(url, timeout, gone_after=gone_after))
         self._rate_limit = RateLimit(config.bytes_per_second(island.size))
 
@@ -167,7 +167,7 @@ class ElasticSession(BaseSession):
         return replaced
 
     def _enter(self, shards: Shards, folder: Path, facts: Facts) -> bool:
-        """Finds or begins the run, and takes this island's number in it."""
+        """Finds or begins the run, and claims this island's number in it."""
         sealing = self._credentials.facts(self.config.is_direct)
         fingerprint = make_fingerprint(self.config, shards, {**self._steps_fact(), **sealing}, facts)
         seal = self._credentials.seal(NO_RUN)
@@ -185,7 +185,7 @@ class ElasticSession(BaseSession):
                 )
             log = RunLog(self.store, seal.of(run.run))
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
-            is_late = self.members.are_under_way()  # asked before they see this island, for which they may wait
+            is_late = self.members.are_under_way()  # checked before they see this island and may wait for it
             check_welcome(self.members, self._clock)
             self.members.enter()
             self._show_standing()
@@ -226,22 +226,22 @@ class ElasticSession(BaseSession):
         try:
             with super()._leave_on_error():
                 yield
-        except KeyboardInterrupt:  # the process may go on, as a notebook's does, and join again
-            if self.island.size == 1:  # else the other ranks may be anywhere
+        except KeyboardInterrupt:  # the process may go on, as in a notebook, and rejoin
+            if self.island.size == 1:  # else the other ranks may not call it
                 self.abandon()
             raise
 
     # Rounds
 
     def _sync(self) -> SyncReport:
-        """Carries out all rounds that are planned; if this island has no part in them, it offers, and waits for one.
+        """Carries out all planned rounds; if this island takes part in none of them, offers and waits for one.
 
-        Afterwards the masters hold the outer parameters if `outer.on_boundary`; else this island's own progress on top
-        of them, which it brings to the next round.
+        Afterwards the masters hold the outer parameters if `outer.on_boundary`; otherwise also this island's own
+        progress on top of them, which it contributes to the next round.
 
         Raises:
-            MissedRoundError: no quorum, or the store does not answer. Training may go on.
-            StopRequested: this island was asked to stop while it waited. The others may use what it has offered.
+            MissedRoundError: no quorum, or the store does not answer. Training may continue.
+            StopRequested: this island was asked to stop while it waited. Other islands may use its offer.
             DivergedError, ForgedError, DuplicateIslandError: this island must end.
         """
         try:
@@ -252,7 +252,7 @@ class ElasticSession(BaseSession):
     def advance(self, is_last: bool = False) -> list[SyncReport]:
         try:
             return super().advance(is_last)
-        except RoundPassed:  # all under way have given back what they took
+        except RoundPassed:  # all rounds in flight have returned their inner steps
             self._reports.append(self.sync())
             return self._take_reports()
         except (StoreError, IslandLostError) as error:
@@ -260,7 +260,7 @@ class ElasticSession(BaseSession):
 
     def settle(self) -> list[SyncReport]:
         reports = super().settle()
-        if self._is_training:  # else it leaves before it has joined
+        if self._is_training:  # else it leaves before `join` is done
             self.rounds.rest()
         return reports
 
@@ -269,10 +269,10 @@ class ElasticSession(BaseSession):
         return refused | (self.members.log.take_refused() if self.members else {})
 
     def _missed(self, error: DiLoCoError) -> MissedRoundError:
-        """Lets training go on after a round did not take place."""
+        """Prepares training to continue without a round; returns the error to raise."""
         if self.island.is_leader and isinstance(error, StoreFullError):
             self.rounds.archive.snapshots.make_room()
-        if isinstance(error, StoreError):  # which would not say either where the others are
+        if isinstance(error, StoreError):  # peers' progress is unknown, too
             self._pace.postpone()
         else:
             self._pace.align()
@@ -317,7 +317,7 @@ class ElasticSession(BaseSession):
                 return report
 
     def _look(self, clock: SyncClock, round_before: int) -> tuple[Attempt | None, bool]:
-        """The next round, if it has a plan; and whether this island has nothing to bring to it."""
+        """Returns the next round, if it has a plan; and whether this island need not offer for it now."""
         with clock.counts("waiting"), self._looking_once():
             planned = self.rounds.find()
             is_over = planned is None and (self._has_last_round or self._has_caught_up(round_before))
@@ -326,19 +326,19 @@ class ElasticSession(BaseSession):
         return planned, is_over
 
     def _looking_once(self) -> AbstractContextManager[None]:
-        """What the leader asks before a round is answered by one request, where the store can."""
+        """Batches the leader's reads before a round into one request, if the store supports it."""
         number = self.outer.round
         prefixes = [f"rounds/{number:08d}", f"rounds/{number + 1:08d}", "heartbeats"]
         return looking_once(self.store, prefixes) if self.island.is_leader else nullcontext()
 
     def _has_caught_up(self, round_before: int) -> bool:
-        """Whether this island has come to where the others are in the middle of their inner steps."""
+        """Whether this island has caught up, and the others are in the middle of their inner steps."""
         return self.outer.round > round_before and (self._pace.align() or not self.outer.steps)
 
     # Leaving
 
     def leave(self, finished: bool) -> None:
-        """Says goodbye. What an island that stops early has achieved since the last round, it leaves to the others."""
+        """Announces that this island leaves. If it stops early, publishes its progress since the last round."""
         self.has_left, self.has_finished = True, finished
         self._is_closing = not finished
         try:
@@ -349,7 +349,7 @@ class ElasticSession(BaseSession):
         except DiLoCoError as error:
             logger.info("left without offering the last %d steps: %s", self.outer.steps, error)
         except BaseException:
-            self._is_closing = True  # one interrupts the wait: there is to be no other
+            self._is_closing = True  # interrupted while waiting: wait for nothing more
             raise
         finally:
             self.close()
@@ -365,7 +365,7 @@ class ElasticSession(BaseSession):
         super().abandon()
 
     def _end_store(self, host: StoreHost, finished: bool) -> None:
-        """Others end the run with what lies in the store; then its port is free."""
+        """Closes this rank's store; if the run is finished, first waits for the other islands to end with it."""
         wait = WaitNotes(self.config.island, clock=self._clock).begin(self.config.sync_timeout, "end of the run")
         deadline = self._clock.now() + self.config.sync_timeout
         try:

@@ -1,12 +1,12 @@
-"""Rounds among islands that come and go: offer, plan, average what the plan names, vote, outcome.
+"""Rounds among islands that come and go: offer, plan, average the planned offers, vote, outcome.
 
-What a plan names lies in the store, so a round is carried out in the same way in time or late: average what the plan
-names, see that the average is the one agreed on, take the outer step. What differs is what becomes of this island's
-own progress since it last took part:
+All values that a plan needs are in the store, so a round is carried out in the same way in time or late: average the
+planned offers, check that the average is the agreed one, take the outer step. The difference is in the treatment of
+this island's own progress since it last took part:
 
-    it is in the round          used up: the masters become the outer parameters
+    all of it is in the round   consumed: the masters become the outer parameters
     part of it is               the rest stays, on top of the new outer parameters
-    none of it is               it stays, on top of the new outer parameters, and comes to a later round
+    none of it is               it stays, on top of the new outer parameters, and goes into a later round
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, Sync
 from hf_diloco.transport.base import AverageStats
 
 MAX_IN_A_ROW = 4
-"""Attempts that islands make of a round one after the other. If all are aborted, what ails them may last: the round is
-missed, and from then on after each further attempt, by all islands alike."""
+"""Consecutive attempts at a round. If all are aborted, the cause may persist: all islands miss the round and train on,
+and do so again after each further aborted attempt."""
 
 
 class ElasticRounds(Rounds):
@@ -41,7 +41,7 @@ class ElasticRounds(Rounds):
 
     Attributes:
         archive: as above.
-        refused: islands whose contributions did not count in rounds of this process, with the last reason.
+        refused: islands whose contributions were left out of rounds of this process, with the last reason.
     """
 
     decider: Quorum
@@ -57,13 +57,13 @@ class ElasticRounds(Rounds):
         self._links_at_look = ""
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
-    # Which round
+    # Finding the next round
 
     def find(self, is_resuming: bool = False) -> Attempt | None:
-        """The next round, if it has a plan already. One whose records are damaged is passed over; see `Archive.skip`.
+        """Returns the next round, if it has a plan already. Skips a round with corrupt records; see `Archive.skip`.
 
         Args:
-            is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
+            is_resuming: this island's progress comes from a checkpoint, and is part of its earlier offers.
         """
         while True:
             number = self.outer.round + 1
@@ -81,17 +81,17 @@ class ElasticRounds(Rounds):
         return self.decider.find(number, self.outer.outer_hash)
 
     def presume_open(self) -> None:
-        """See `Quorum.presume_open`, of the next round."""
+        """Calls `Quorum.presume_open` for the next round."""
         if self.island.is_leader:
             self.decider.presume_open(self.outer.round + 1)
 
     @property
     def goes_on(self) -> bool:
-        """Whether nothing need be looked up before this island offers for the next round.
+        """Whether this island can offer for the next round without reading the store first.
 
-        It has taken the last round over connections that stood before, so the same processes are likely to take the
-        next one; where others have planned that without this island, it sees the plan when it has offered. Who was to
-        put the last average into the store looks whether it is there.
+        It took the last round over connections that were open before, so the same processes are likely to take the
+        next one; if others have planned that round without this island, it sees the plan after its offer. An island
+        that had to upload the last average always reads the store, to check that the average is there.
         """
         number, last = self.outer.round + 1, self.archive.last
         links = self._engine_of(number).links if self._is_direct else ""
@@ -104,19 +104,19 @@ class ElasticRounds(Rounds):
         return self._offers.make(own, self._engine_of(own.number), self.outer.outer_hash)
 
     def capture(self, clock: SyncClock) -> Contribution:
-        """See `round.capture`, once nothing else needs the scratch vector, and the masters have what they wait for."""
+        """See `round.capture`; first waits for the scratch vector, and installs pending outer parameters."""
         self.rest()
         self.outer.land(self.outer.current)
         return capture(self.outer, clock)
 
     def rescue_average(self) -> None:
-        """See `Archive.rescue_average`, once no average of this island is on its way into the store."""
+        """Calls `Archive.rescue_average` after this island's uploads of averages have ended."""
         if self._is_direct:
             self.rest()
             self.archive.rescue_average()
 
     def publish_and_leave(self) -> None:
-        """Offers this island's progress to the next round without waiting for it: it leaves."""
+        """Offers this island's progress for the next round without waiting for the round, because it leaves."""
         number = self.outer.round + 1
         if self._is_direct or self._offers.holds(number, self.outer.steps):
             return
@@ -132,7 +132,7 @@ class ElasticRounds(Rounds):
         self.island.on_leader(leave)
 
     def rest(self) -> None:
-        """Returns when no average is on its way into the store: it may be overwritten."""
+        """Waits until no upload of an average is in flight; then its vector may be overwritten."""
         for engine in self.archive.engines:
             engine.rest()
         while self._lent:
@@ -140,7 +140,7 @@ class ElasticRounds(Rounds):
             fragment.take_back(vector)
 
     def close(self) -> None:
-        """Lets go of all connections, once nothing is on its way into the store."""
+        """Closes all connections, after all uploads to the store have ended."""
         self.archive.snapshots.wait()
         self.rest()
         for engine in self.archive.engines:
@@ -149,11 +149,11 @@ class ElasticRounds(Rounds):
     # Carrying out
 
     def carry_out(self, own: Contribution) -> SyncReport:
-        """See `Rounds.carry_out`; for a round behind the inner steps, in as many attempts as it takes.
+        """See `Rounds.carry_out`; for a round behind the inner steps, with as many attempts as needed.
 
         Raises:
-            RoundPassed: it takes place, but not with what is under way here: `follow` knows what to do.
-            IslandLostError, StoreError: it does not take place. Nothing was changed.
+            RoundPassed: the round takes place, but without this contribution; use `follow` to carry it out.
+            IslandLostError, StoreError: the round does not take place. Nothing was changed.
         """
         self.rest()
         mean = self._lend(own)  # another attempt needs the pseudo-gradient again
@@ -164,7 +164,7 @@ class ElasticRounds(Rounds):
                 raise RoundPassed(f"round {own.number} takes place without what this island has for it")
             try:
                 report = self.attempt(planned, own, mean)
-            except PayloadError as error:  # it was decided so long ago that nothing is left of it
+            except PayloadError as error:  # it was decided so long ago that its values are gone
                 raise RoundPassed(str(error)) from None
             if report is not None:
                 return report
@@ -172,12 +172,12 @@ class ElasticRounds(Rounds):
     def follow(
         self, planned: Attempt, clock: SyncClock, is_resuming: bool = False, own: Contribution | None = None
     ) -> SyncReport | None:
-        """Carries out what others have planned, with this island or without; None if nothing came of the attempt.
+        """Carries out a planned round, with this island or without it; returns None if the attempt failed.
 
         Args:
-            clock: what this synchronisation takes.
-            is_resuming: this island's progress comes from a checkpoint, and is part of what it had offered.
-            own: its progress, if that was captured just now: the model need not be read again.
+            clock: measures this synchronisation.
+            is_resuming: this island's progress comes from a checkpoint, and is part of its earlier offers.
+            own: its progress, if that was captured just now; saves reading the model again.
         """
         if own is None:
             self.rest()
@@ -201,8 +201,8 @@ class ElasticRounds(Rounds):
             own = own or capture(self.outer, clock)
             own.complete(self.island, with_residual=part is Part.WHOLE)
             own.part = part
-            # The average may replace progress that is used up; other progress must outlast it. So must what begins
-            # behind the inner steps while the average is yet on its way into the store.
+            # The average may overwrite progress that is consumed, but no other progress. Where rounds overlap with
+            # training, the next one may need the scratch vector while this average is still being uploaded.
             if self._is_direct and self.config.overlaps:
                 mean = self._lend(own)
             else:
@@ -213,16 +213,16 @@ class ElasticRounds(Rounds):
             return None
 
     def _lend(self, own: Contribution) -> torch.Tensor:
-        """A vector beside the pseudo-gradient, until `rest`."""
+        """Returns a second vector beside the pseudo-gradient, valid until `rest`."""
         mean = own.fragment.lend()
         self._lent.append((own.fragment, mean))
         return mean
 
     def average(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
-        """See `Rounds.average`; the others are told what cannot be averaged.
+        """See `Rounds.average`; aborts the attempt if the values cannot be averaged.
 
         Raises:
-            PayloadError: it could not be, and they have averaged it.
+            PayloadError: this island cannot average the values, but the round is committed.
         """
         engine = self._engine_of(planned.round)
         stats = AverageStats()
@@ -247,7 +247,7 @@ class ElasticRounds(Rounds):
     def _average(
         self, engine: Engine, planned: Attempt, own: Contribution, mean: torch.Tensor, stats: AverageStats
     ) -> None:
-        # Where islands disagree, this one's own values are read again like all others.
+        # After a disagreement, this island reads also its own values from the store.
         may_use_memory = self._is_direct or not self._doubts.has(planned.round)
         values = own.delta if may_use_memory and self._offers.is_all_taken(planned, own.steps) else None
         own.clock.traffic += self.island.on_all(lambda: engine.average(planned, mean, values, stats.observe))
@@ -257,7 +257,7 @@ class ElasticRounds(Rounds):
             own.used = self.island.on_all(lambda: engine.values_of(offer))
 
     def vote(self, planned: Attempt, digest: str) -> OutcomeRecord:
-        """See `Rounds.vote`; again, where a commit of another average is not to be believed."""
+        """See `Rounds.vote`; repeats the vote if the votes contradict a commit of another average."""
         outcome = planned.outcome or super().vote(planned, digest)
         while outcome.kind == "commit" and outcome.mean != digest:
             if not self._refuses(planned, outcome.mean):
@@ -268,10 +268,10 @@ class ElasticRounds(Rounds):
     def settle(
         self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
     ) -> bool:
-        """See `Rounds.settle`; an attempt is to be looked at again if it is aborted, or has another average.
+        """See `Rounds.settle`; returns False if the attempt is aborted, or committed with another average.
 
         Raises:
-            DivergedError: that has happened before, and is this island's fault, or nobody's that could be named.
+            DivergedError: averages have differed repeatedly, by this island's fault or for an unknown reason.
         """
         engine = self._engine_of(planned.round)
         fault = self._doubts.judge(planned, digest, outcome)
@@ -286,7 +286,7 @@ class ElasticRounds(Rounds):
         if outcome.mean != digest:
             engine.close()
             return False
-        self.archive.snapshots.wait()  # which reads what changes now
+        self.archive.snapshots.wait()  # reads the state that changes now
         engine.settled(planned, outcome, mean)
         self.refused |= {int(island): reason for island, reason in planned.agreed.left_out.items()}
         self.archive.complete(planned, outcome)
@@ -299,7 +299,7 @@ class ElasticRounds(Rounds):
 
     @contextmanager
     def progress(self, planned: Attempt, own: Contribution) -> Iterator[None]:
-        """See `Rounds.progress`: it is used up, partly used, or stays this island's own."""
+        """See `Rounds.progress`: the round consumes the progress, part of it, or none."""
         if own.is_begun:
             yield
             return
@@ -314,11 +314,14 @@ class ElasticRounds(Rounds):
             self.outer.shrink(fragment, steps)
         with self.outer.keeping_progress(fragment, own.used, steps):
             yield
-        if steps and own.used is not None:  # it had offered that before it gave up waiting and trained on
+        if steps and own.used is not None:  # offered before it stopped waiting and trained on
             fragment.count_down(steps)
 
     def _diverged(self, planned: Attempt, fault: str) -> DivergedError:
-        """The error for a round of which this island does not find the average; its state may be worth keeping."""
+        """Returns the error for a round whose agreed average this island cannot reproduce.
+
+        The error says whether the island's outer state is still sound.
+        """
         fragment = self.outer.fragment_of(planned.round)
         digest = fragment.digest
         fragment.make_digest(self.island)
@@ -331,7 +334,7 @@ class ElasticRounds(Rounds):
         )
 
     def _on_unusable(self, planned: Attempt, error: PayloadError) -> None:
-        """Before the round is decided: aborts the attempt."""
+        """Aborts an undecided attempt because a participant's values are unusable."""
         named = [
             offer.island
             for offer in planned.offers
@@ -339,13 +342,13 @@ class ElasticRounds(Rounds):
         ]
         self.say_again(planned.round, error)
         outcome = self.abort(planned, named[:1], str(error))
-        if outcome.kind == "abort":  # else the others have used it, and cleared it up, while this island hung
+        if outcome.kind == "abort":  # else others used and deleted it while this island hung
             self.refused |= dict.fromkeys(named[:1], str(error))
         self._offers.forget(outcome.unusable)
         self._check_patience(planned, outcome)
 
     def _on_lost(self, planned: Attempt, error: IslandLostError | DamagedTransferError) -> None:
-        """A participant did not answer, was refused, or what it sent came damaged: aborts, unless it is completed."""
+        """Aborts an undecided attempt after a participant was lost or refused, or its transfer was corrupt."""
         self.say_again(planned.round, error)
         outcome = self.abort(planned, error.islands, str(error))
         if isinstance(error, DamagedTransferError):
@@ -353,7 +356,7 @@ class ElasticRounds(Rounds):
         self._check_patience(planned, outcome)
 
     def _check_patience(self, planned: Attempt, outcome: OutcomeRecord) -> None:
-        """Raises `IslandLostError` if an attempt was aborted that is the last one for now: training goes on."""
+        """Raises `IslandLostError`, so that training continues, if the last attempt for now was aborted."""
         num_attempts = planned.number + 1
         if outcome.kind == "abort" and not outcome.is_split and num_attempts >= MAX_IN_A_ROW:
             raise IslandLostError(f"{num_attempts} attempts came to nothing, the last one because: {outcome.reason}")

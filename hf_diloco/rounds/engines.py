@@ -1,6 +1,4 @@
-"""How the values of a round get from island to island where they come and go: what an offer says of them, and how a
-plan is averaged.
-"""
+"""Moves the values of a round between islands that come and go: publishes them for an offer, and averages a plan."""
 
 from __future__ import annotations
 
@@ -21,17 +19,17 @@ from hf_diloco.transport.objects import ObjectInfo, read_info
 
 
 class Engine(ABC):
-    """One rank's end of it.
+    """One rank's side of the exchange of one fragment.
 
     Attributes:
-        links: names the connections that stand; "" for none.
+        links: names the open connections; "" if there are none.
     """
 
     links: str = ""
 
     @abstractmethod
     def announce(self, delta: torch.Tensor, number: int, tag: str) -> tuple[dict[str, Any], Traffic]:
-        """Makes this rank's pseudo-gradient ready for round `number`; returns what the offer says of it.
+        """Makes this rank's pseudo-gradient available for round `number`; returns this rank's entry of the offer.
 
         Args:
             delta: this rank's part.
@@ -42,40 +40,40 @@ class Engine(ABC):
     def average(
         self, planned: Attempt, mean: torch.Tensor, own_values: torch.Tensor | None, observe: Observer
     ) -> Traffic:
-        """Writes this rank's part of the average that a plan names to `mean`.
+        """Writes this rank's part of the plan's average to `mean`.
 
         Args:
             planned: the plan, and its outcome if there is one.
             mean: undefined after an error; may be `own_values`.
-            own_values: what this island has offered, if it takes part and still has it.
+            own_values: the values that this island has offered, if it takes part and still has them.
             observe: see `transport.base.Observer`.
 
         Raises:
-            PayloadError: a participant's values are damaged or gone; names its object.
+            PayloadError: a participant's values are corrupt or gone; names its object.
             IslandLostError: a participant did not answer; names it.
             StoreError: the store did not answer.
         """
 
     @abstractmethod
     def values_of(self, offer: OfferRecord) -> torch.Tensor | None:
-        """This rank's part of what an earlier offer held, as the others have used it; None if nobody has it."""
+        """Returns this rank's part of an earlier offer's values, as the others decoded them; None if not kept."""
 
     def has_average(self, number: int, attempt: int) -> bool:
-        """Whether who comes late finds what a committed attempt of round `number` amounts to in the store."""
+        """Whether late islands can get the average of a committed attempt of round `number` from the store."""
         return True
 
     def settled(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:  # noqa: B027
-        """Hears how an attempt went; `mean` is this rank's part of the average, which stays until `rest`."""
+        """Called with the outcome of each attempt. `mean`: this rank's part of the average, valid until `rest`."""
 
     def rest(self) -> None:  # noqa: B027
-        """Returns when `settled` needs the average no more."""
+        """Waits until `settled` no longer reads the average."""
 
     def close(self) -> None:  # noqa: B027
-        """Lets go of all connections."""
+        """Closes all connections."""
 
 
 class BucketEngine(Engine):
-    """Everything lies in the object store; see `transport.bucket`."""
+    """Exchanges all values through the object store; see `transport.bucket`."""
 
     def __init__(self, bucket: BucketExchange, codec: Codec, island: int, rank: int) -> None:
         self._bucket = bucket
@@ -111,19 +109,19 @@ def _infos(offer: OfferRecord) -> list[ObjectInfo]:
 
 
 class Offers:
-    """What this process offers to rounds, on one rank. `make` is collective over the island's ranks."""
+    """One rank's record of this process's offers. `make` is collective over the island's ranks."""
 
     def __init__(self, number: int, incarnation: int, island: IslandGroup) -> None:
         self.island = island
         self._number = number
         self._incarnation = incarnation
         self._author = author_of(number, incarnation)
-        # The newest that others can read: its number, for which round, how many inner steps are in it, and where.
+        # The newest published offer: its serial number, its round, its inner steps, and its objects.
         self._serial, self._round, self._steps = -1, -1, 0
         self._objects: list[dict[str, Any]] = []
 
     def make(self, own: Contribution, engine: Engine, state: str) -> OfferRecord:
-        """Has others find a pseudo-gradient, unless they do already, and says what there is.
+        """Publishes a pseudo-gradient, unless it is published already, and returns its offer.
 
         Args:
             engine: of its fragment.
@@ -139,39 +137,39 @@ class Offers:
         return offer.model_copy(update={"objects": self._objects, "links": engine.links})
 
     def holds(self, number: int, steps: int) -> bool:
-        """Whether what was announced last is for round `number`, with so many inner steps."""
+        """Whether the last announced pseudo-gradient is for round `number` and has `steps` inner steps."""
         return (self._round, self._steps) == (number, steps)
 
     def has_offered(self, number: int) -> bool:
-        """Whether what was announced last is for round `number`."""
+        """Whether the last announced pseudo-gradient is for round `number`."""
         return self._round == number
 
     def is_taken(self, planned: Attempt) -> bool:
-        """Whether a plan takes what was announced last."""
+        """Whether a plan includes the last announced pseudo-gradient."""
         offer = planned.offer_by(self._number)
         return offer is not None and (offer.incarnation, offer.serial) == (self._incarnation, self._serial)
 
     def is_all_taken(self, planned: Attempt, steps: int) -> bool:
-        """Whether a plan takes what was announced last, and that has so many inner steps."""
+        """Whether a plan includes the last announced pseudo-gradient, and that has `steps` inner steps."""
         return self.is_taken(planned) and self.holds(planned.round, steps)
 
     def part_in(self, planned: Attempt, steps: int, is_resuming: bool) -> Part:
-        """How much of this island's progress a round uses up.
+        """Returns how much of this island's progress a round consumes.
 
         Args:
             steps: inner steps of the progress.
-            is_resuming: it comes from a checkpoint, and is part of what the last process had offered.
+            is_resuming: the progress comes from a checkpoint, and is part of the last process's offers.
         """
         offer = planned.offer_by(self._number)
         if offer is None:
             return Part.WHOLE if str(self._number) in planned.agreed.left_out else Part.NONE
-        if is_resuming:  # what the last process had offered, before it may have trained on
+        if is_resuming:  # offered by the last process, which may have trained on since
             is_all = offer.steps >= steps
-        else:  # the steps of another process this one has made again
+        else:  # this process has repeated the steps of an earlier one
             is_all = offer.incarnation != self._incarnation or self.is_all_taken(planned, steps)
         return Part.WHOLE if is_all else Part.SOME
 
     def forget(self, path: str) -> None:
-        """Has `make` announce a pseudo-gradient anew if its offer is the one at `path`, which was of no use."""
+        """Makes `make` republish the last pseudo-gradient if its offer is the unusable one at `path`."""
         if f"/{self._author}-{self._serial:06d}." in path:
             self._round = -1

@@ -1,6 +1,6 @@
 """A session of fixed membership: all islands are there from the first round to the last, or the run ends.
 
-What a round is, `rounds.round` says; how these islands agree on it, `rounds.fixed_rounds`.
+See `rounds.round` for the steps of a round, and `rounds.fixed_rounds` for how these islands agree on it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class FixedSession(BaseSession):
 
     Args:
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
-        transport: how to reach the other islands; default: what `config.rendezvous` calls for.
-        folder: where this island writes, for people; default: the current folder.
+        transport: connects the islands; default: chosen by `config.rendezvous`.
+        folder: where this island writes, shown in messages; default: the current folder.
 
     Raises:
         RendezvousError: the rendezvous cannot be reached.
@@ -71,7 +71,7 @@ class FixedSession(BaseSession):
     """
 
     _is_heard = False
-    _absent: tuple[int, ...] = ()  # have not come within `join_timeout`
+    _absent: tuple[int, ...] = ()  # islands that did not join within `join_timeout`
     _rounds: FixedRounds  # since `join`, as the next
     _eager: EagerRounds | None = None
 
@@ -100,7 +100,7 @@ class FixedSession(BaseSession):
         island.on_leader(lambda: self._enter(clock, folder or Path()))
 
     def _enter(self, clock: Clock, folder: Path) -> None:
-        """Takes this island's number."""
+        """Claims this island's number."""
         try:
             log = self.transport.store.log
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=clock)
@@ -114,7 +114,7 @@ class FixedSession(BaseSession):
         )
 
     def _connect(self, transport: Transport | None) -> Transport:
-        """The leader first: what keeps it from connecting is then known to all ranks."""
+        """Connects the leader first, so that every rank raises the leader's connection error."""
         opened = [transport] if transport else []
 
         def open_once() -> None:
@@ -179,7 +179,10 @@ class FixedSession(BaseSession):
         return records
 
     def _agree_on_start(self, resumed: bool) -> bool:
-        """All islands stand at one round with equal outer parameters, or island 0 sends its own to all."""
+        """Checks that all islands are at the same round; on a fresh start, island 0 sends its weights if they differ.
+
+        Returns whether the outer parameters were replaced.
+        """
         mine = StateRecord(round=self.outer.round, digest=self.outer.outer_hash, resumed=resumed)
         raw = self.island.on_leader(lambda: self._share("state", mine.model_dump()))
         states = parse_records(StateRecord, raw)
@@ -225,7 +228,7 @@ class FixedSession(BaseSession):
                 for report in self._eager.advance(is_last):
                     self._reports.append(report)
                 return self._take_reports()
-            except RoundRepeated:  # all under way have given back what they took
+            except RoundRepeated:  # all rounds in flight have returned their inner steps
                 if self._eager is None:
                     self._reports.append(self.sync())
                     if not is_last:
@@ -235,10 +238,10 @@ class FixedSession(BaseSession):
         return self._rounds.carry_out(own)
 
     def _sync(self) -> SyncReport:
-        """Afterwards the masters hold the new outer parameters, bit-identical on all islands.
+        """See `sync`. Afterwards the masters hold the new outer parameters, bit-identical on all islands.
 
         Raises:
-            IslandLostError: an island did not come, left, or was lost on the way. Nothing was changed.
+            IslandLostError: an island did not come, left, or was lost during the round. Nothing was changed.
             StopRequested: this island was asked to stop while it waited. Nothing was changed.
             ExchangeError: the round was aborted for another reason. Nothing was changed.
             DivergedError: islands that should be equal are not.
@@ -250,7 +253,10 @@ class FixedSession(BaseSession):
     # Leaving
 
     def leave(self, finished: bool) -> None:
-        """Says goodbye: nobody will wait for this island, and island 0 stays until all have said so."""
+        """Announces that this island leaves, so that no island waits for it, and waits for the others to do the same.
+
+        So island 0, which keeps the store, stays until all have left, or until `FAREWELL_SECONDS`.
+        """
 
         def farewell() -> None:
             try:
@@ -271,7 +277,7 @@ class FixedSession(BaseSession):
         try:
             self.settle()
             self.island.on_leader(farewell)
-        finally:  # also where one interrupts the wait for the others
+        finally:  # also after an interrupt
             self.close()
 
     def close(self) -> None:
@@ -285,10 +291,10 @@ class FixedSession(BaseSession):
 
 
 class EagerRounds:
-    """Rounds whose averages come a round late, and this island's own part of them at once; see `methods.outer.eager`.
+    """Rounds that apply this island's own part at once, and the average a round late; see `methods.outer.eager`.
 
     Args:
-        background: carries rounds out, behind the inner steps of the next one.
+        background: carries out rounds, behind the inner steps of the next one.
     """
 
     def __init__(self, island: IslandGroup, background: Background) -> None:
@@ -298,7 +304,7 @@ class EagerRounds:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the others' part of the last round is yet to be used."""
+        """Whether the average of the last round has not been applied yet."""
         return self._fragment.method.ahead != 0
 
     @property
@@ -307,7 +313,7 @@ class EagerRounds:
         return self.outer.current
 
     def advance(self, is_last: bool) -> Iterator[SyncReport]:
-        """Uses the average of the round that ends, and this island's own part of the one that begins.
+        """Applies the average of the round that ends, and this island's own part of the round that begins.
 
         Yields:
             The figures of each round as it ends.
@@ -320,14 +326,14 @@ class EagerRounds:
         own = self._background.begin()
         with own.clock.counts("applying"):  # the next inner steps wait for it
             own.complete(self.island)
-        if is_last:  # what momentum has left of the islands' differences goes with it
+        if is_last:  # averages the parameters, which momentum has left different
             own.further_vectors = [
                 last := FurtherVector(fragment.partition, lambda: fragment.last_parameters(own.delta))
             ]
             yield self._carry_out_now(own)
             fragment.finish(last.values)
         else:
-            # Its inner steps are used, come what may.
+            # Its inner steps are consumed, even if the round fails.
             own.steps, own.examples, own.due_at = 0, 0.0, self.outer.config.sync_every
             fragment.step_eagerly(own.delta if own.is_finite else None, own.weight)
             self._background.start(own)
@@ -339,10 +345,10 @@ class EagerRounds:
         return self._background.collect()
 
     def _anticipated(self, fragment: EagerFragment) -> Contribution:
-        """The round whose part of this island has been used, and which did not take place."""
+        """Returns the contribution to a round that did not take place, but whose own part has been applied."""
         delta = fragment.anticipated()
         (square,) = self.island.sum([float(delta.dot(delta))])
-        if fragment.method.ahead < 0:  # it was left out, and is again
+        if fragment.method.ahead < 0:  # left out then, and again now
             square = math.nan
         self.outer.num_begun += 1
         return Contribution(

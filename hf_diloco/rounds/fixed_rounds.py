@@ -1,4 +1,4 @@
-"""Rounds among islands that are all there: whoever has arrived waits for the others, and one lost ends the run."""
+"""Rounds of fixed membership: every round waits for all islands, and the loss of one ends the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_diloco.transport.base import Exchange, LaneStats
 
 
 class FixedRounds(Rounds):
-    """Offer, average, vote.
+    """Carries out rounds in which all islands take part.
 
     Args:
         outer, island: see `Rounds`.
@@ -44,11 +44,11 @@ class FixedRounds(Rounds):
         self.buffers: list[Partition] = []
 
     def carry_out(self, own: Contribution) -> SyncReport:
-        """See `Rounds.carry_out`; the average takes the place of `own.delta`.
+        """See `Rounds.carry_out`; the average replaces `own.delta` in place.
 
         Raises:
-            RoundRepeated: all islands are to take the round again, from fresh captures.
-            DiLoCoError: it does not take place. The exchanges are closed: those who yet wait for this island see it.
+            RoundRepeated: all islands repeat the round, from fresh captures.
+            DiLoCoError: the round does not take place. The exchanges are closed, so that waiting peers notice.
         """
         try:
             report = self.attempt(self.agree(own), own, own.delta)
@@ -62,7 +62,7 @@ class FixedRounds(Rounds):
         return report
 
     def _expect(self, number: int) -> None:
-        """Lets what the others send first in a round come as soon as they have it."""
+        """Lets the peers' first messages of round `number` arrive before this island is ready for it."""
         sizes = self.outer.fragment_of(number).partition.lane_sizes
         for exchange, size in zip(self._exchanges, sizes, strict=False):  # none if the session is closing
             exchange.expect(size, self.outer.codec)
@@ -73,20 +73,20 @@ class FixedRounds(Rounds):
         return own.offer(self.config.island, 1, own.number, self.outer.outer_hash)
 
     def average(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> LaneStats | None:
-        """Averages all lanes in place, then the further vectors. A failure is told to the other islands, then raised
-        on every rank."""
+        """Averages all lanes in place, then the further vectors. Reports a failure to the other islands, then raises
+        it on every rank."""
         if not own.is_begun:
             own.further_vectors = [FurtherVector(partition, partial(_read, partition)) for partition in self.buffers]
         try:
             stats, damage = self._average(planned, own, own.fragment.partition, mean, self.outer.codec)
-            for one in own.further_vectors:  # the others wait for it, whatever came damaged before
+            for one in own.further_vectors:  # even after damage: peers wait for it
                 one.values = one.read()
                 of_one, later = self._average(planned, own, one.partition, one.values, CODECS["fp32"])
                 stats.digest, damage = stats.digest + of_one.digest, damage or later
             if damage:
                 raise damage
         except DiLoCoError as failure:
-            # Whoever sent it, also one that is left out: all take the round again.
+            # Whichever island sent the damage, even one that is left out: all repeat the round.
             blamed = planned.participants if isinstance(failure, DamagedTransferError) else ()
             if self.abort(planned, blamed, str(failure)).is_split:
                 self.say_again(own.number, failure)
@@ -100,7 +100,7 @@ class FixedRounds(Rounds):
         """Averages this rank's part of a vector in place.
 
         Returns:
-            What was measured, and the damage if something came damaged to any rank of the island.
+            The measurements, and the error if any rank of the island received a corrupt transfer.
         """
         stats, damage = LaneStats(), None
         taken = planned.participants
@@ -126,7 +126,7 @@ class FixedRounds(Rounds):
             stats.begin_lane()
             try:
                 clock.traffic += exchange.average(part, weights, codec, stats.observe)
-            except DamagedTransferError as error:  # the others wait for the lanes that are left
+            except DamagedTransferError as error:  # peers wait for the remaining lanes
                 damage = error
         if damage is not None:
             raise damage
@@ -137,7 +137,7 @@ class FixedRounds(Rounds):
         """See `Rounds.settle`.
 
         Raises:
-            DivergedError: the islands' averages differ, and have before.
+            DivergedError: the islands' averages differ or were corrupt in all `MAX_TRIES` attempts.
         """
         if outcome.kind == "commit":
             return True
@@ -152,7 +152,7 @@ class FixedRounds(Rounds):
 
     @contextmanager
     def progress(self, planned: Attempt, own: Contribution) -> Iterator[None]:
-        """See `Rounds.progress`: it is used up, also that of who is left out."""
+        """See `Rounds.progress`: the round consumes all progress, also of islands that are left out of the average."""
         yield
         if own.is_begun:
             return
@@ -162,7 +162,7 @@ class FixedRounds(Rounds):
         self.outer.rest(own.fragment)
 
     def broadcast(self, partition: Partition, vector: torch.Tensor) -> None:
-        """Gives all islands island 0's values of a vector of this rank's."""
+        """Broadcasts island 0's values of this rank's vector to all islands."""
         for exchange, part in self._lanes(partition, vector):
             exchange.broadcast(part, source=0)
 

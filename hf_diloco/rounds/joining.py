@@ -1,8 +1,8 @@
-"""How an island comes to where the others of its run are, and keeps in step with them.
+"""Brings an island to the state of the other islands of its run, and keeps its schedule aligned with theirs.
 
-Before it trains it needs their outer state, and their time. An island that begins takes the state from which all
-start; one that joins late, that of a snapshot; one that resumes, its own. Rounds since then it carries out like
-everybody else, only later. One that is out of step synchronises when the others do, so that nobody waits.
+Before an island trains it needs the run's outer state. At the start of a run it takes the state from which all islands
+start; if it joins late, a snapshot; if it resumes, its checkpoint. It then carries out the rounds since that state. If
+its inner steps are out of step, it aligns its next round with the other islands, so that no island waits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hf_diloco.utils.waiting import Wait, WaitNotes
 
 logger = logging.getLogger("hf_diloco")
 
-_LONGEST_PAUSE_SECONDS = 20.0  # between two attempts at a round, each of which may read all its values
+_LONGEST_PAUSE_SECONDS = 20.0  # between two attempts at a round; each attempt may read all values
 
 
 class Pace:
-    """Sets when the next round is due by what the other islands say of themselves.
+    """Sets when the next round is due, from the heartbeats of the other islands.
 
     Args:
         members: the islands; on the island's leader only.
@@ -47,7 +47,7 @@ class Pace:
             self.members = members
 
     def align_to_others(self) -> None:
-        """An island that joins in the middle of a round syncs with the others, if it has time for a step.
+        """Aligns an island that joins in the middle of a round with the others, if there is time for a step.
 
         If it resumes ahead of them, it keeps its schedule: their heartbeats may be stale.
         """
@@ -56,10 +56,12 @@ class Pace:
             self.outer.set_due_in(self._length - steps)
 
     def align(self) -> bool:
-        """Makes the next round due when the others reach it, so that nobody waits for anybody.
+        """Makes the next round due when the others reach it, so that no island waits.
+
+        If they have reached it already, postpones it.
 
         Returns:
-            Whether that is later than now.
+            Whether the others have yet to reach it.
         """
         steps = self.island.on_leader(self._others_steps)
         left = self._length - min(steps, self._length)
@@ -70,22 +72,22 @@ class Pace:
         return left > 0
 
     def postpone(self) -> None:
-        """Makes the next round due when the one after it would have been."""
+        """Postpones the next round to when the round after it would have been due."""
         self.outer.set_due_in(max(1, self.config.sync_every // self.config.num_fragments))
 
     def others_convene(self) -> bool:
-        """Whether others have offered for the next round, and are enough for it without this island."""
+        """Whether other islands are about to plan the next round, and are a quorum without this island."""
         others = self._others_under_way()
         is_any = any(heartbeat.phase == "syncing" and heartbeat.round >= self.outer.round for heartbeat in others)
         return is_any and len(others) >= self.config.quorum
 
     def others_join(self) -> bool:
-        """Whether another island has yet to come to the run's state."""
+        """Whether another island is joining, and does not have the run's state yet."""
         joining = (island for island, heartbeat in self.members.alive().items() if heartbeat.phase == "joining")
         return any(island != self.config.island for island in joining)
 
     def is_first(self) -> bool:
-        """Whether no island is ahead of this one, and of those that are as far none has a lower number."""
+        """Whether this island is the most advanced one in training; ties go to the lowest number."""
         others = [
             (-heartbeat.round, island)
             for island, heartbeat in self.members.alive().items()
@@ -103,7 +105,10 @@ class Pace:
         ]
 
     def _others_steps(self) -> int:
-        """How far the furthest of the other islands is in the round."""
+        """Returns the inner steps of the most advanced other island in the current round.
+
+        Without any other island it is the whole round; 0 if the store does not answer, or all others are behind.
+        """
         try:
             others = self._others_under_way()
         except StoreError:
@@ -118,12 +123,12 @@ class Pace:
 
 @dataclass(eq=False, repr=False)
 class Joining:
-    """One rank's part in it. Every method is collective over the island's ranks.
+    """One rank's part in joining. Every method is collective over the island's ranks.
 
     Attributes:
-        pace: knows where the others are.
+        pace: aligns this island's schedule with the others.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
-        stand: tells the others what this island does.
+        stand: sets this island's phase in its heartbeats.
     """
 
     run: RunRecord
@@ -140,14 +145,20 @@ class Joining:
         self._clock = self.rounds.archive.clock
 
     def take_state(self, is_new: bool, parent: str, from_checkpoint: bool) -> bool:
-        """Comes to the newest outer state of the run; returns whether the masters were replaced."""
+        """Brings this island to the newest outer state of the run; returns whether the masters were replaced.
+
+        Args:
+            is_new: this island began the run.
+            parent: the run of the island's checkpoint; "" without one.
+            from_checkpoint: the island has restored a checkpoint.
+        """
         before = self.outer.outer_hash
         self.outer.run = self.run.run
         if is_new:
             self._offer_start()
         if from_checkpoint and parent == self.run.run:
             self.island.on_leader(self._refuse_other_life)
-            if self.outer.steps_left < 0:  # rounds were missed: else all fragments would be due at once, ever after
+            if self.outer.steps_left < 0:  # rounds were missed: else all fragments stay due together
                 self.outer.set_due_in(0)
             number = self.outer.round
             self._catch_up(is_resuming=True)
@@ -162,14 +173,14 @@ class Joining:
         return self.outer.outer_hash != before
 
     def _refuse_other_life(self) -> None:
-        """Raises `CheckpointError` if the run in the store has not come to the state of the checkpoint.
+        """Raises `CheckpointError` if the run in the store has never had the state of the checkpoint.
 
-        Whoever went on from there would plan rounds that others have planned, or will plan, from other states.
+        An island that resumed from it would plan rounds that others plan from another state.
         """
         number = self.outer.round
         try:
             came_to_it = self._run_came_to(number, self.outer.outer_hash)
-        except PayloadError:  # damaged: it is passed over
+        except PayloadError:  # corrupt: the round is skipped later
             return
         if not came_to_it:
             raise CheckpointError(
@@ -180,35 +191,35 @@ class Joining:
             )
 
     def _run_came_to(self, number: int, state: str) -> bool:
-        """Whether the run in the store was in `state` after round `number`, as far as it can be told."""
+        """Whether the run in the store had `state` after round `number`; also True if the store cannot tell."""
         following = self.rounds.decider.current(number + 1)
         if following.plan and following.outcome:
             return following.plan.state == state
         newest = self._snapshots.newest(number - 1)
         if newest and newest.round == number:
             return newest.state == state
-        if following.plan or newest or number == 0:  # it went further, and its state of then is not kept
+        if following.plan or newest or number == 0:  # the run went on, and the old state is not kept
             return True
         return self.rounds.decider.current(number).plan is not None
 
     def _start_from_snapshot(self) -> None:
-        """As an island without a part in the run so far."""
+        """Starts from a snapshot, as an island that has not taken part in the run so far."""
         before = self.outer.round, self.outer.outer_hash
         if not self.rounds.archive.take_over(self._find_snapshot):
             self._offer_start()
             self.rounds.archive.take_over(self._snapshots.start)
         if (self.outer.round, self.outer.outer_hash) != before:
             self.outer.write_masters()
-            self.pace.postpone()  # no fragment has taken a step: the checkpoint's do not tell when each is due
+            self.pace.postpone()  # no fragment has taken a step, so the checkpoint's schedule does not apply
         self._catch_up()
 
     def _catch_up(self, is_resuming: bool = False) -> None:
-        """Carries out the rounds that have a plan. What this island had contributed to one is then not its own.
+        """Carries out all rounds that have a plan, and drops progress that this island has contributed to them.
 
-        One that the others have not decided yet, or whose average they have not put into the store, is tried again.
+        Retries a round that the others have not decided yet, or whose average is not in the store yet.
 
         Raises:
-            IslandLostError: that stays so for `join_timeout` seconds.
+            IslandLostError: a round stays so for `join_timeout` seconds.
         """
         last, since, pause = -1, self._clock.now(), LOOK_SECONDS
         while True:
@@ -230,7 +241,7 @@ class Joining:
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _may_try_again(self, since: float, pause: float) -> bool:
-        """Waits a while, or until there is a later snapshot; returns whether time is left."""
+        """Waits `pause` seconds, or until there is a later snapshot; returns whether time is left for a retry."""
         until = self._clock.now() + pause
         while True:
             if self.should_stop():
@@ -241,16 +252,16 @@ class Joining:
         return self._clock.now() < since + self.config.join_timeout
 
     def _offer_start(self) -> None:
-        """Writes this island's outer state as the one that the run starts from, unless it starts from another's."""
+        """Writes a snapshot of this island's outer state, and makes the run start from it unless it has a start."""
         self.rounds.archive.write_snapshot()
         self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
 
     def _find_snapshot(self) -> str | None:
-        """The folder of the newest snapshot, as soon as there is one; None if nobody is about to write it."""
+        """Waits for a snapshot, and returns the folder of the newest; None if no island is about to write one."""
         members = self.pace.members
         wait = WaitNotes(members.island, clock=self._clock).begin(math.inf, "start of the run")
-        deadline = self._clock.now() + members.lease  # for the first sign of life of who has just begun the run
-        again_at = self._clock.now() + self.config.sync_timeout  # others that miss a round write the start again
+        deadline = self._clock.now() + members.lease  # for the first heartbeat of the island that began the run
+        again_at = self._clock.now() + self.config.sync_timeout  # others rewrite the start after a missed round
         while True:
             start, alive = self._snapshots.start(), members.alive()
             if start is not None:
@@ -268,25 +279,25 @@ class Joining:
             self._rest(wait, "a sound snapshot" if start else f"the outer parameters of island {self.run.by}")
 
     def _rest(self, wait: Wait, missing: str) -> None:
-        """Waits for a moment, and says for whom; raises `StopRequested` if this island is asked to stop."""
+        """Waits for a moment, and logs what is missing; raises `StopRequested` if this island is asked to stop."""
         if self.should_stop():
             raise StopRequested
         wait.look(missing)
         self._clock.sleep(LOOK_SECONDS)
 
     def _may_be_written_again(self, alive: Mapping[int, HeartbeatRecord]) -> bool:
-        """Whether another island holds what a damaged snapshot held, or a later state."""
+        """Whether another island can rewrite a corrupt snapshot, because it holds the same state or a later one."""
         others = ((island, heartbeat) for island, heartbeat in alive.items() if island != self.config.island)
         return any(island == self.run.by or heartbeat.phase in UNDER_WAY for island, heartbeat in others)
 
     def await_islands(self) -> None:
-        """Waits for all islands where the run begins, or begins again, so that no round passes without them."""
+        """Waits for all islands at the start or restart of a run, so that no round takes place without them."""
         self.island.on_leader(lambda: await_islands(self.config, self.pace.members, self.should_stop, self._clock))
         self.rounds.archive.rescue_start()
 
     def let_round_pass(self) -> None:
-        """Lets others take a round that they are about to plan, for which this island has yet to train."""
-        if self.outer.round == 0:  # where the run begins, all take part
+        """Skips a round that the others are about to plan, so that they need not wait for this island to train."""
+        if self.outer.round == 0:  # at the start of the run all take part
             return
         deadline = self._clock.now() + self.config.grace  # after which they plan it anyway, if they can
         notes = WaitNotes(self.config.island, clock=self._clock)
@@ -295,7 +306,7 @@ class Joining:
         def has_plan() -> bool:
             try:
                 return self.rounds.decider.current(self.outer.round + 1).plan is not None
-            except PayloadError:  # which is damaged
+            except PayloadError:  # committed, but corrupt
                 return True
 
         def wait() -> bool:
@@ -317,13 +328,15 @@ def await_islands(
     should_stop: Callable[[], bool],
     clock: Clock = REAL,
 ) -> None:
-    """Returns when all islands are there, or the others train already; or when enough are, and time is over.
+    """Waits until all islands are there, or others are training already.
+
+    After `config.join_timeout` seconds a quorum is enough.
 
     Args:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
 
     Raises:
-        RendezvousError: fewer than `config.quorum` came within `config.join_timeout` seconds.
+        RendezvousError: fewer than `config.quorum` islands came within `config.join_timeout` seconds.
     """
     wait = WaitNotes(members.island, clock=clock).begin(config.join_timeout, where=config.rendezvous)
     deadline = clock.now() + config.join_timeout
@@ -332,13 +345,13 @@ def await_islands(
         heartbeats = members.look()
         alive = members.alive()
         gone = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "left"} & members.heard
-        for island in gone - told:  # as who is refused does, which is told there, in its own log
+        for island in gone - told:  # such as a refused island, whose own log has the reason
             logger.warning("island %d came, and has left again: its own log says why", island)
         told = gone
         ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
         check_welcome(members, clock)
         under_way = {island for island, heartbeat in alive.items() if heartbeat.phase in UNDER_WAY}
-        doubtful = under_way - members.heard  # all may have been killed, and begin again
+        doubtful = under_way - members.heard  # all may have been killed and be restarting
         if under_way - doubtful or len((alive.keys() - doubtful) | ended) >= config.num_islands:
             return
         if should_stop():

@@ -1,4 +1,4 @@
-"""What is told of a round."""
+"""The report of a round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One committed round as this island measured it; bytes are payload, summed over the island's ranks.
+    """The figures of one committed round, as measured by this island. Bytes are payload, summed over its ranks.
 
     Attributes:
         round: number of the round, from 1.
@@ -15,14 +15,14 @@ class SyncReport:
         seconds_computing: from the end of the last round to the start of this one.
         seconds_waiting: until all islands had arrived, and until all had voted.
         seconds_exchanging: moving and averaging pseudo-gradients.
-        seconds_applying: reading and writing masters, the outer step.
-        pseudo_gradient_norm: Euclidean norm of this island's own.
-        cosine: of this island's pseudo-gradient to the average of the others'; None for a single island, and for
-            payloads that leave most of it out.
-        weight: examples or tokens behind it, or 1.
+        seconds_applying: reading and writing masters, and the outer step.
+        pseudo_gradient_norm: Euclidean norm of this island's pseudo-gradient.
+        cosine: between this island's pseudo-gradient and the average of the others'; None for a single island, and for
+            payloads that drop most of the values.
+        weight: examples or tokens in this island's pseudo-gradient; with uniform weights, 1 for a whole round.
         outer_hash: digest of the outer parameters after the round.
-        fragment: whose round it was.
-        seconds_hidden: of those waiting and exchanging, how many passed behind inner steps.
+        fragment: number of the fragment that the round synchronised.
+        seconds_hidden: part of `seconds_waiting` and `seconds_exchanging` that overlapped with inner steps.
     """
 
     round: int

@@ -1,4 +1,4 @@
-"""Which kind of session a run calls for."""
+"""Opens the kind of session that the settings call for."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from hf_diloco.store.tcp_store import has_other_run
 from hf_diloco.utils.waiting import WaitNotes
 
 _LINGER_SECONDS = 0.25
-"""How long island 0, where it keeps the store, has to decide before others do: ample for its own processors."""
+"""Head start of island 0, where it keeps the store, to decide before other islands do; ample on its own machine."""
 
 _LOOK_TIMEOUT, _LOOK_SECONDS = 5.0, 0.2
 
 
 class _Last(NamedTuple):
-    """This process's last training at a place; `seal` is of its run, where membership is fixed."""
+    """This process's last session at a rendezvous; `seal`: of its run, if membership is fixed."""
 
     session: weakref.ref[BaseSession]
     thread: int
@@ -41,7 +41,7 @@ class _Last(NamedTuple):
 
 
 _last: dict[tuple[str | None, int], _Last] = {}
-"""By rendezvous and island. A port is the process's, whichever callback or loop meets there next."""
+"""By rendezvous and island. Kept per process, because a port belongs to the process, not to a callback or loop."""
 
 
 def open_session(
@@ -51,17 +51,17 @@ def open_session(
     after: BaseSession | None = None,
     folder: Path | None = None,
 ) -> BaseSession:
-    """Reaches the other islands in the way that the rendezvous calls for. Collective over the island's ranks.
+    """Opens the session that the rendezvous calls for. Collective over the island's ranks.
 
     Args:
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
-        after: of the same caller's last training, which it has left. If islands that come and go have finished that,
-            they meet below its place, at `training-2`; else as they did for the last one.
-        folder: where this island writes. Island 0 keeps the store there, in `rendezvous`, where islands that meet at
-            tcp:// may come and go; default: the current folder.
+        after: the session of the same caller's last training, which it has left. If islands come and go and have
+            finished that training, they meet below its rendezvous, at `training-2`; otherwise at the same place.
+        folder: where this island writes; default: the current folder. If islands that meet at tcp:// may come and go,
+            island 0 keeps the store there, in `rendezvous`.
 
     Raises:
-        ConfigError: there are several islands, and this one has no number, or a key or `bind_address` that is none.
+        ConfigError: there are several islands, and this one has no number, or an invalid key or `bind_address`.
         RendezvousError, DuplicateIslandError: the rendezvous cannot be reached, or this island's number is taken.
     """
     need_number(config, config.num_shares)
@@ -71,7 +71,7 @@ def open_session(
     last = _last.get((config.rendezvous, config.island))
     before = last.session() if last else None
     if isinstance(before, FixedSession) and before.has_left:
-        before.transport.end()  # which frees the port
+        before.transport.end()  # frees the port
     session: BaseSession
     if config.meets_in_store:
         session, seal = _open_elastic(config, island, should_stop, after, folder or Path()), None
@@ -87,16 +87,16 @@ def open_session(
 
 
 def _check_own(config: DiLoCoConfig) -> None:
-    """What is wrong with this island's own settings shows before it waits for others."""
+    """Checks this island's own settings before it waits for others."""
     if config.num_shares > 1:
         find_credentials(config, config.island)
         check_own_address(config.bind_address)
 
 
 def abandon_last(config: DiLoCoConfig, island: IslandGroup) -> None:
-    """Leaves what this thread has trained last at the same place, if nobody has: it ended in an error.
+    """Leaves this thread's last session at the same rendezvous, if it ended in an error before it left.
 
-    Collective over the island's ranks, of which some may have forgotten it already.
+    Collective over the island's ranks. Some of them may no longer have the session.
     """
     last = _last.get((config.rendezvous, config.island))
     session = last.session() if last and last.thread == threading.get_ident() else None
@@ -138,7 +138,7 @@ def _open_elastic(
 def _meet_at_island_0(
     config: DiLoCoConfig, island: IslandGroup, folder: Path
 ) -> tuple[DiLoCoConfig, StoreHost | None]:
-    """The settings with the address of the store that island 0 keeps; and, on its leader, what keeps it."""
+    """Returns the settings with the address of island 0's store and, on island 0's leader, the store's host."""
     hosts: list[StoreHost] = []
 
     def meet() -> None:
@@ -158,11 +158,11 @@ def _meet_at_island_0(
 
 
 def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_stop: Callable[[], bool]) -> None:
-    """Returns once island 0 has begun one more training, before which it ends the store of the last one.
+    """Waits until island 0 has begun another training. It first shuts down the store of the last one.
 
     Args:
-        place: the settings with the address at which it keeps them.
-        has_begun: whether the store there is that of this training.
+        place: the settings with the address of island 0's stores.
+        has_begun: whether the store there belongs to the new training.
         should_stop: see `open_session`.
     """
     deadline = time.monotonic() + place.join_timeout
@@ -170,7 +170,7 @@ def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_s
     wait = notes.begin(place.join_timeout, where=place.rendezvous)
     while True:
         find_store(place, notes)
-        with suppress(RendezvousError, StoreError):  # it ends just now
+        with suppress(RendezvousError, StoreError):  # the old store is shutting down
             if has_begun():
                 return
         if should_stop():
@@ -185,27 +185,29 @@ def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_s
 
 
 def _has_run(url: str) -> bool:
-    """Whether a run in which islands come and go has begun in a store."""
+    """Whether a run in which islands come and go has begun in the store at `url`."""
     return _look_at(url).get(RUN_PATH, MAX_RECORD_BYTES) is not None
 
 
 def _has_other_run(config: DiLoCoConfig, seal: Seal) -> bool:
-    """Whether island 0 keeps the store of another run of fixed membership than that of `seal`."""
+    """Whether island 0 keeps the store of a run of fixed membership other than that of `seal`."""
     assert config.rendezvous is not None
     return has_other_run(_look_at(url_of(config.rendezvous)), seal)
 
 
 def _look_at(url: str) -> ObjectStore:
-    """A store that may end just now."""
+    """Opens a store that may be about to shut down, with a short timeout."""
     return ObjectStore(url, _LOOK_TIMEOUT, gone_after=0.0)
 
 
 def _place_after(config: DiLoCoConfig, after: BaseSession) -> DiLoCoConfig:
-    """The settings of one more training: below the place where the first one met; of one not finished, its own place.
+    """Returns the settings of the next training: its rendezvous is below the first one's, with the next number.
+
+    If the last training was not finished, the number stays the same.
 
     Args:
         config: of the first training.
-        after: of the last one.
+        after: the session of the last training.
     """
     first, before = str(config.rendezvous), str(after.config.rendezvous)
     found = re.fullmatch(r"training-(\d+)", before.removeprefix(first).strip("/"))

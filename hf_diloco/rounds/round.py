@@ -1,4 +1,4 @@
-"""The way of a contribution: captured once, then agree -> average -> vote -> outer step, in one piece of code.
+"""The steps of a round, in one place: capture once, then agree -> average -> vote -> outer step.
 
     capture      read the masters                                     nothing is changed
     complete     make the pseudo-gradient                             where the round is carried out
@@ -7,8 +7,8 @@
     vote         the round is committed for all, or for none          until here nothing is changed
     outer step   the outer parameters, on every island alike; the report
 
-A round in which training waits, one behind the inner steps, a late one and one that is caught up with differ in when
-that is done, and in what becomes of the island's own progress meanwhile (`Rounds.progress`).
+Rounds for which training waits, rounds behind the inner steps, late rounds and catching up differ in when these steps
+run, and in how they treat the island's own progress (`Rounds.progress`).
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from hf_diloco.transport.base import AverageStats, Traffic
 logger = logging.getLogger("hf_diloco")
 
 _SAME_DATA = 0.9999
-"""Cosine above which islands have learnt the same, but for the rounding of a payload."""
+"""Cosine above which pseudo-gradients are equal up to the payload's rounding."""
 
 
 class RoundPassed(DiLoCoError):
-    """A round under way takes place without what this island has for it."""
+    """A round in flight takes place without this island's contribution to it."""
 
 
 class RoundRepeated(DiLoCoError):
-    """All islands have aborted a round, and take it again: their averages differed, or a transfer came damaged."""
+    """All islands have aborted a round and repeat it: their averages differed, or a transfer was corrupt."""
 
 
 class Part(Enum):
-    """How much of this island's progress a round uses up."""
+    """How much of this island's progress a round consumes."""
 
     NONE = auto()
     SOME = auto()
@@ -63,11 +63,12 @@ class FurtherVector:
     """A vector that islands average in fp32 in the same attempt as a pseudo-gradient: both are committed, or neither.
 
     Args:
-        partition: which part of it is this rank's.
-        read: a copy of this rank's part, once the average of the pseudo-gradient is there. Collective in the island.
+        partition: this rank's part of the vector.
+        read: returns a copy of this rank's part; called after the pseudo-gradient is averaged. Collective in the
+            island.
 
     Attributes:
-        values: this rank's part of its average, if the round is committed.
+        values: this rank's part of the average, if the round is committed.
     """
 
     values: torch.Tensor
@@ -83,20 +84,20 @@ class Contribution:
 
     Attributes:
         number: of its round.
-        fragment: whose round it is.
-        delta: this rank's part of the pseudo-gradient, in the fragment's scratch vector; of the masters, until
-            `complete`.
-        weight: what it weighs in the average.
-        steps: inner steps behind it.
-        examples: examples or tokens behind it.
+        fragment: that the round synchronises.
+        delta: this rank's part, in the fragment's scratch vector: the masters until `complete`, then the
+            pseudo-gradient.
+        weight: in the average.
+        steps: inner steps in it.
+        examples: examples or tokens in it.
         due_at: inner steps after which it was due.
-        rates: this island's inner learning rates, where the method wants them.
-        clock: what its round takes.
+        rates: this island's inner learning rates, if the method uses them.
+        clock: measures its round.
         is_begun: the fragment's next inner steps have begun: training does not wait for the round.
-        part: how much of it the round uses up.
-        used: what the others have read of it, where that is a part that is known.
-        further_vectors: what else the round averages, where all islands must be there.
-        square: of the whole island's pseudo-gradient.
+        part: how much of it the round consumes.
+        used: if that is `Part.SOME`, the consumed part as the other islands read it; None if unknown.
+        further_vectors: other vectors that the round averages, where all islands must be there.
+        square: squared norm of the whole island's pseudo-gradient.
         is_complete: the pseudo-gradient is made.
     """
 
@@ -117,14 +118,13 @@ class Contribution:
     is_complete: bool = False
 
     def complete(self, island: IslandGroup, with_residual: bool = True) -> None:
-        """Makes the pseudo-gradient, once. Collective over the island's ranks.
+        """Makes the pseudo-gradient; later calls are no-ops. Collective over the island's ranks.
 
-        Where training does not wait for the round, it does not wait for this either: nothing changes the outer
-        parameters of a fragment while its round is under way.
+        If training does not wait for the round, this may run during the next inner steps: nothing changes the outer
+        parameters of a fragment while its round is in flight.
 
         Args:
-            island: see `Fragment.pseudo_gradient_`, as the next.
-            with_residual: False for what was trained only.
+            island, with_residual: see `Fragment.pseudo_gradient_`.
         """
         if self.is_complete:
             return
@@ -134,12 +134,12 @@ class Contribution:
         self.is_complete = True
 
     def applying(self) -> AbstractContextManager[None]:
-        """Counts what is done within, if training waits for it."""
+        """Counts the time of its body as "applying", if training waits for the round."""
         return nullcontext() if self.is_begun else self.clock.counts("applying")
 
     @property
     def is_finite(self) -> bool:
-        """Whether every value is."""
+        """Whether every value is finite."""
         return math.isfinite(self.square)
 
     @property
@@ -148,7 +148,7 @@ class Contribution:
         return math.sqrt(self.square) if self.is_finite else math.nan
 
     def offer(self, island: int, incarnation: int, serial: int, state: str) -> OfferRecord:
-        """What the island says of it; see `OfferRecord`."""
+        """Returns the offer of this contribution; see `OfferRecord`."""
         return OfferRecord(
             island=island,
             incarnation=incarnation,
@@ -158,11 +158,11 @@ class Contribution:
             norm=self.norm if self.is_finite else None,
             state=state,
             rates=list(self.rates),
-            is_last=bool(self.further_vectors),  # before an average only the last of an eager island has any
+            is_last=bool(self.further_vectors),  # at this point only an eager island's last contribution has any
         )
 
     def give_back(self) -> None:
-        """Nothing came of it after it had begun: its inner steps count for the next try."""
+        """Returns the inner steps to the fragment after the round has failed; they count for the next attempt."""
         self.fragment.steps += self.steps
         self.fragment.weight += self.examples
         self.fragment.due_at = self.due_at
@@ -170,20 +170,20 @@ class Contribution:
 
 
 def capture(outer: OuterState, clock: SyncClock) -> Contribution:
-    """This island's progress since the last round of the fragment that is next. Collective over the island's ranks.
+    """Captures this island's progress since the last round of the next fragment. Collective over the island's ranks.
 
     Args:
         outer: this rank's outer state, which is not changed.
 
     Raises:
-        UnsupportedError: what the island trains is no longer what islands exchange.
+        UnsupportedError: the trainable parameters have changed since the island joined.
     """
     outer.shards.check_trained()
     fragment, number, config = outer.current, outer.num_begun + 1, outer.config
     with clock.counts("applying"):
         delta = fragment.read_masters()
     weight = fragment.weight
-    if config.weight_by == "uniform":  # who comes and goes may have taken more or fewer steps than the others
+    if config.weight_by == "uniform":  # islands that come and go may take different numbers of steps
         weight = fragment.steps / steps_before(config, number) if fragment.meets_in_store else 1.0
     return Contribution(
         number, fragment, delta, weight, fragment.steps, fragment.weight, fragment.due_at, outer.rates, clock
@@ -191,9 +191,9 @@ def capture(outer: OuterState, clock: SyncClock) -> Contribution:
 
 
 class Rounds(ABC):
-    """Takes contributions through their rounds, one at a time, on whichever thread.
+    """Carries out the rounds of contributions, one at a time, on any thread.
 
-    Every method is collective over the island's ranks. How islands agree is the subclass's.
+    Every method is collective over the island's ranks. Subclasses define how islands agree.
 
     Args:
         outer: this rank's outer state.
@@ -212,14 +212,14 @@ class Rounds(ABC):
 
     @abstractmethod
     def carry_out(self, own: Contribution) -> SyncReport:
-        """Agrees on the round of a contribution, and takes it.
+        """Agrees on the round of a contribution, and carries it out.
 
         Raises:
-            DiLoCoError: it does not take place, or without this contribution. Nothing was changed.
+            DiLoCoError: the round does not take place, or takes place without this contribution. Nothing was changed.
         """
 
     def agree(self, own: Contribution) -> Attempt:
-        """Offers what this island has, and waits for the plan."""
+        """Offers this island's contribution, and waits for the plan."""
         own.complete(self.island)
         with own.clock.counts("exchanging"):
             offer = self.make_offer(own)
@@ -230,7 +230,7 @@ class Rounds(ABC):
         return planned
 
     def check_state(self, planned: Attempt) -> None:
-        """Raises `DivergedError` unless this rank holds the outer parameters that all agreed on."""
+        """Raises `DivergedError` unless this island holds the outer parameters that the plan starts from."""
         if planned.agreed.state != self.outer.outer_hash:
             raise DivergedError(
                 f"round {planned.round}: this island's outer parameters ({self.outer.outer_hash[:12]}) are not those "
@@ -239,26 +239,26 @@ class Rounds(ABC):
             )
 
     def abort(self, planned: Attempt, islands: Collection[int], reason: str) -> OutcomeRecord:
-        """Says that the values of some islands could not be used, or why else there is no average.
+        """Aborts an attempt because the values of `islands` are unusable, or for another reason.
 
         Returns:
-            What was decided, which may be otherwise.
+            The outcome that counts, which may be a commit.
         """
         offer = next((one.offer for one in planned.agreed.participants if one.island in islands), "")
         return self.island.on_leader(lambda: self.decider.abort(planned, offer, reason), OutcomeRecord)
 
     @abstractmethod
     def make_offer(self, own: Contribution) -> OfferRecord:
-        """Makes a pseudo-gradient ready for others, and says what there is."""
+        """Makes a pseudo-gradient available to the other islands, and returns the offer."""
 
     def attempt(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
-        """Averages what a plan names, and takes the outer step if the islands commit it.
+        """Averages the plan's pseudo-gradients, and takes the outer step if the islands commit the average.
 
         Args:
-            mean: takes this rank's part of the average.
+            mean: receives this rank's part of the average.
 
         Returns:
-            The figures; None if the round is to be tried again.
+            The figures; None if the round needs another attempt.
         """
         with own.clock.counts("exchanging"):
             stats = self.average(planned, own, mean)
@@ -276,30 +276,30 @@ class Rounds(ABC):
 
     @abstractmethod
     def average(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
-        """Writes this rank's part of the average that a plan names to `mean`; None if the round is to be tried again.
+        """Writes this rank's part of the plan's average to `mean`.
 
         Returns:
-            What was measured, with the digest of the whole average.
+            The measurements, with the digest of the whole average; None if the round needs another attempt.
         """
 
     def vote(self, planned: Attempt, digest: str) -> OutcomeRecord:
-        """Votes for an average; returns what was decided."""
+        """Votes for an average; returns the outcome."""
         return self.island.on_leader(lambda: self.decider.commit(planned, digest), OutcomeRecord)
 
     @abstractmethod
     def settle(
         self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
     ) -> bool:
-        """Does what follows from an outcome; returns whether the round is committed, or is to be tried again."""
+        """Acts on an outcome; returns whether the round is committed. If not, it needs another attempt."""
 
     def say_again(self, number: int, reason: object) -> None:
-        """Says that a round is tried again."""
+        """Logs that a round is attempted again."""
         if self.island.is_leader:
             logger.warning("round %d is tried again: %s", number, reason)
 
     @abstractmethod
     def progress(self, planned: Attempt, own: Contribution) -> AbstractContextManager[None]:
-        """What becomes of this island's own progress in the outer step of a committed round, which is taken within."""
+        """Wraps the outer step of a committed round, and updates this island's own progress accordingly."""
 
     def _report(
         self, planned: Attempt, own: Contribution, stats: AverageStats, weights: Mapping[int, float]
@@ -308,7 +308,7 @@ class Rounds(ABC):
         counted = [clock.traffic.bytes_sent, clock.traffic.bytes_received, stats.dot, stats.square]
         sent, received, dot, square = self.island.sum(counted)
         cosine = None
-        if self.config.island in weights and not self.outer.codec.needs_feedback:  # else too little is in the average
+        if self.config.island in weights and not self.outer.codec.needs_feedback:  # else it drops most values
             share = weights[self.config.island] / sum(weights.values())
             cosine = cosine_to_others(dot, own.square, square, share)
         if planned.round == 1 and cosine is not None:
@@ -340,7 +340,17 @@ class Rounds(ABC):
 
 
 def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float | None:
-    """Cosine of Delta_i to (mean - share * Delta_i), the part of the mean that the others made."""
+    """Returns the cosine between Delta_i and (mean - share * Delta_i), the other islands' part of the mean.
+
+    Args:
+        dot: Delta_i . mean.
+        own: squared norm of Delta_i.
+        mean: squared norm of the mean.
+        share: weight of Delta_i in the mean, divided by the sum of weights.
+
+    Returns:
+        None if either vector is zero or NaN, or the island has all the weight.
+    """
     if share >= 1:
         return None
     others = mean - 2 * share * dot + share * share * own
@@ -350,16 +360,16 @@ def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float
 
 
 class SyncClock:
-    """Where the seconds and bytes of a round go.
+    """Counts the seconds and bytes of a round.
 
     Args:
-        last_end: when the round before it was over, in seconds of the monotonic clock.
+        last_end: end of the previous round, in seconds of the monotonic clock.
 
     Attributes:
-        computing: until it was made.
-        waiting: for other islands.
-        exchanging: moving and averaging pseudo-gradients.
-        applying: what training waits for beside: the masters, the outer step.
+        computing: seconds from `last_end` until this clock was created.
+        waiting: seconds of waiting for other islands.
+        exchanging: seconds of moving and averaging pseudo-gradients.
+        applying: seconds of reading and writing masters, and the outer step, if training waits for them.
         traffic: of this rank.
     """
 
@@ -370,7 +380,7 @@ class SyncClock:
 
     @contextmanager
     def counts(self, what: Literal["waiting", "exchanging", "applying"]) -> Iterator[None]:
-        """Counts what is done within."""
+        """Adds the time of its body to the attribute `what`."""
         begun = time.monotonic()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the Trainer's callback and the Accelerate loop ask of a run of several islands."""
+"""The session interface that the Trainer's callback and the Accelerate loop use."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ logger = logging.getLogger("hf_diloco")
 
 
 class BaseSession(ABC):
-    """One rank's part in the run: meeting the other islands, the rounds, leaving.
+    """One rank's part in the run: joining, rounds, leaving.
 
     Every method is collective over the island's ranks. A round that fails changes nothing: parameters and outer state
-    are touched only after all who take part have agreed on the average.
+    are changed only after all participants have agreed on the average.
 
     Attributes:
-        outer: this rank's outer state, the inner steps since the last round, and what saves and restores them.
-        chosen: what `join` took for settings that are "auto", and where that comes from.
+        outer: this rank's outer state, and the inner steps since the last round.
+        chosen: describes the values that `join` chose for "auto" settings, and their source.
         has_left: `leave` was called; figures stay readable.
-        has_finished: it had done all that it was to do.
-        members: this island's signs of life, and those of others; on the island's leader, once it has entered.
+        has_finished: the island left after it had taken all its steps.
+        members: heartbeats of this island and the others; on the island's leader, once it has entered.
         num_steps: inner steps that this island is to take, if known; set before `join`.
         num_rounds: rounds that the run is to have, if known; set before `join`.
         tokens_per_step: of the whole island, if known; set before `join`.
     """
 
     members: Members | None = None
-    _went_on: tuple[float, int] | None = None  # when training did last, after how many inner steps; since `join`
-    _is_heard = True  # other islands wait for what this one's signs of life say
+    _went_on: tuple[float, int] | None = None  # time and inner steps when training last resumed; since `join`
+    _is_heard = True  # other islands wait for this one's phase
 
     def __init__(self, config: DiLoCoConfig, island: IslandGroup) -> None:
         self.config = config
         self.island = island
         self.outer = OuterState(config, island)
-        # A thread's talk inside the island must not mix with the training's.
+        # A thread's messages inside the island must not mix with the training's.
         self._overlaps, self._is_streaming = config.overlaps, config.is_streaming
         self._talk = IslandGroup(timeout=config.longest_wait) if self._overlaps else island
         self._background = Background(self.outer, self._carry_out_behind)
         self._pulls = find_method(config.method).pulls
-        self._reports: list[SyncReport] = []  # of rounds that ended before one failed: they come with the next
+        self._reports: list[SyncReport] = []  # kept for the next call if a round fails
         self.has_left = self.has_finished = False
         self.chosen = ""
         self.num_steps: int | None = None
@@ -72,27 +72,27 @@ class BaseSession(ABC):
 
     @property
     def has_common_end(self) -> bool:
-        """Whether the run ends for all islands with a round that is known, whatever steps they have taken then."""
+        """Whether the run ends for all islands with a known round, whatever their numbers of steps."""
         return False
 
     @property
     def speaks_for_all(self) -> bool:
-        """Whether this rank is the one of all islands that tells people what is true of all of them alike."""
+        """Whether this rank, alone of all islands' ranks, logs messages that hold for all islands."""
         return self.island.is_leader and self.config.island == 0
 
     @abstractmethod
     def common_checkpoint(self, output_dir: Path) -> Path | None:
-        """The checkpoint in `output_dir` that this island is to resume from; None to start afresh.
+        """Returns the checkpoint in `output_dir` that this island must resume from; None to start afresh.
 
         Raises:
-            CheckpointError: the islands hold checkpoints that do not go together.
+            CheckpointError: the islands' checkpoints do not match.
         """
 
     def check_checkpoint(self, checkpoint: Path) -> None:
-        """Reads every file of a checkpoint that this island is to resume from.
+        """Checks every file of a checkpoint before this island resumes from it.
 
         Raises:
-            CheckpointError: one does not hold what was written to it, which the message names; on every rank.
+            CheckpointError: a file is corrupt; the message names it; on every rank.
         """
         with self._leave_on_error():
             check_checkpoint(checkpoint, self.island)
@@ -100,12 +100,12 @@ class BaseSession(ABC):
 
     @abstractmethod
     def join(self, shards: Shards, folder: Path, facts: Facts | None = None, checkpoint: Path | None = None) -> bool:
-        """Meets the other islands, checks that all train the same thing, and makes their weights equal.
+        """Joins the other islands, checks that all train the same thing, and makes their weights equal.
 
         Args:
             shards: this rank's master weights.
             folder: where this island writes; no two islands may share it.
-            facts: further things that must be equal on all islands, by name.
+            facts: further values that must be equal on all islands, by name.
             checkpoint: continue from its outer state; the masters must have been restored already.
 
         Returns:
@@ -116,13 +116,13 @@ class BaseSession(ABC):
         """
 
     def _show_standing(self) -> None:
-        """From now on this island's signs of life say where it stands."""
+        """Starts to report this island's progress in its heartbeats."""
         self._went_on = time.monotonic(), self.outer.num_steps
         self._refresh_standing()
 
     def _refresh_standing(self) -> None:
-        """Called before each sign of life. Its tokens a second are those since the last round; before the first step
-        after it, and in a round, they are as before."""
+        """Called before each heartbeat. Updates round, steps and tokens per second since the last round; the latter
+        stays unchanged before the first step after a round, and during a round."""
         if self.members is None or self._went_on is None:
             return
         standing, (since, num_steps) = self.members.standing, self._went_on
@@ -132,7 +132,7 @@ class BaseSession(ABC):
             standing.tokens_per_second = taken * (self.tokens_per_step or 0) / elapsed
 
     def _give_heartbeats(self, members: Members) -> None:
-        """From now on this island's leader gives signs of life."""
+        """Starts the heartbeats of this island's leader."""
         members.standing.num_ranks = self.island.size
         members.refresh = self._refresh_standing
         members.start_heartbeats()
@@ -140,7 +140,7 @@ class BaseSession(ABC):
     def _stand(self, phase: Phase) -> None:
         if self.members is None or self._went_on is None:
             return
-        self._refresh_standing()  # how fast it was until now
+        self._refresh_standing()  # the speed until now
         if self._is_heard:
             self.members.stand(phase)
         else:
@@ -148,7 +148,7 @@ class BaseSession(ABC):
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
-        """Within, signs of life say that this island synchronises."""
+        """Sets the phase in heartbeats to "syncing" for its body, then to "training"."""
         self._stand("syncing")
         try:
             yield
@@ -156,17 +156,17 @@ class BaseSession(ABC):
             self._stand("training")
 
     def _go_on(self) -> None:
-        """Training goes on."""
+        """Records that training resumes."""
         self._background.last_end = time.monotonic()
         self._went_on = self._background.last_end, self.outer.num_steps
 
     @property
     def _holds_up_training(self) -> bool:
-        """Whether inner steps wait for a round that was to be hidden behind them, and so for whoever is late."""
+        """Whether inner steps are waiting for a round that should have overlapped with them, so for late islands."""
         return self._background.is_landing and self._pulls
 
     def _choose(self) -> None:
-        """Puts numbers in the place of settings that are "auto", now that the number of rounds is known."""
+        """Replaces "auto" settings by values, now that the number of rounds is known."""
         chosen = find_method(self.config.method).choose(self.config, self.num_rounds)
         self.chosen = chosen.source
         self.config = self.outer.config = self.config.model_copy(update=dict(chosen.values))
@@ -174,11 +174,11 @@ class BaseSession(ABC):
             logger.info("chosen: %s", chosen.source)
 
     def _steps_fact(self) -> dict[str, int]:
-        """The number of steps, which must be equal on all islands that know theirs."""
+        """Returns the number of steps as a fact: it must be equal on all islands that know theirs."""
         return {} if self.num_steps is None else {MAX_STEPS: self.num_steps}
 
     def _cut(self, shards: Shards) -> list[Shards]:
-        """The shards of each fragment."""
+        """Returns the shards of each fragment."""
         if not self._is_streaming:
             return [shards]
         config = self.config
@@ -188,10 +188,10 @@ class BaseSession(ABC):
         return [FragmentShards(shards, part) for part in names]
 
     def is_due(self, is_last: bool = False) -> bool:
-        """Whether `advance` is to be called after the inner step that was counted last.
+        """Whether `advance` must be called after the last counted inner step.
 
         Args:
-            is_last: it is the last step of the run.
+            is_last: that was the last step of the run.
         """
         if self._background.failure or self.outer.is_due or self._background.landing() is not None:
             return True
@@ -199,13 +199,13 @@ class BaseSession(ABC):
 
     @property
     def _is_ahead(self) -> bool:
-        """Whether the masters hold something that is not a round's yet."""
+        """Whether the masters hold progress that no round has used yet."""
         return not self.outer.on_boundary
 
     def advance(self, is_last: bool = False) -> list[SyncReport]:
-        """Begins the round that is due and ends those whose time has come, as `sync` does at once.
+        """Begins the round that is due, and ends the rounds that are due to land; without overlap, calls `sync`.
 
-        After the last step, what streams is synchronised to its end: the masters hold the outer parameters.
+        After the last step of a streaming run, synchronises all fragments: the masters then hold the outer parameters.
 
         Returns:
             The figures of the rounds that ended.
@@ -215,7 +215,7 @@ class BaseSession(ABC):
         """
         self._background.raise_failure()
         if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
-            self.outer.current.install_in = 0  # also where no round is under way, which is then that of the start
+            self.outer.current.install_in = 0  # also if no round is in flight, as at the start
         while (fragment := self._background.landing(at_once=is_last)) is not None:
             self._reports += self._background.land(fragment)
         if is_last and self._is_streaming:
@@ -225,13 +225,13 @@ class BaseSession(ABC):
             if self.outer.is_due and not self._has_begun_all:
                 self._background.take_off()
         elif (self.outer.is_due or is_last) and not self.is_over:
-            self._reports.append(self.sync())  # after the last step: those of missed rounds may be left
+            self._reports.append(self.sync())  # after the last step: steps of missed rounds may be left
         return self._take_reports()
 
     def conclude(self) -> None:
-        """Ends a loop that has taken its last step: where the run is over, the masters take its outer parameters.
+        """Ends a loop after its last step: if the run is over, installs its outer parameters in the masters.
 
-        Says so, or that they hold this island's own weights.
+        Logs a warning if steps after the last round were dropped, or if the masters hold this island's own weights.
         """
         steps, outer = self.outer.steps, self.outer
         if outer.on_boundary:
@@ -248,7 +248,7 @@ class BaseSession(ABC):
 
     @property
     def _has_begun_all(self) -> bool:
-        """Whether the run's last round is under way: there is no other to begin."""
+        """Whether the run's last round has begun, so that no other may begin."""
         return False
 
     def _take_reports(self) -> list[SyncReport]:
@@ -261,12 +261,12 @@ class BaseSession(ABC):
 
     @abstractmethod
     def _carry_out(self, own: Contribution) -> SyncReport:
-        """Takes a contribution through its round, on a thread behind the inner steps."""
+        """Carries out the round of a contribution, on a thread behind the inner steps."""
 
     def settle(self) -> list[SyncReport]:
-        """Waits for the rounds under way, so that a checkpoint can be written; they land at their time still.
+        """Waits for the rounds in flight, so that a checkpoint can be written. They still land when they are due.
 
-        Afterwards nothing is on its way to other islands.
+        Afterwards no traffic to other islands is in flight.
 
         Returns:
             The figures of the rounds that ended. A failure is raised by the next `advance`.
@@ -275,11 +275,11 @@ class BaseSession(ABC):
         return self._take_reports()
 
     def take_refused(self) -> dict[int, str]:
-        """Islands whose contributions were refused since the last call, with the reason; on the island's leader."""
+        """Returns islands whose contributions were refused since the last call, with the reason; on the leader."""
         return {}
 
     def sync(self) -> SyncReport:
-        """Runs one round, for which training waits; see `_sync` of the kind of session."""
+        """Runs one round while training waits; see `_sync` of the session's class."""
         with self._syncing():
             try:
                 return self._sync()
@@ -288,7 +288,7 @@ class BaseSession(ABC):
 
     @abstractmethod
     def _sync(self) -> SyncReport:
-        """Carries out what `sync` does.
+        """Implements `sync`.
 
         Raises:
             StopRequested: this island was asked to stop while it waited.
@@ -298,18 +298,18 @@ class BaseSession(ABC):
 
     @abstractmethod
     def leave(self, finished: bool) -> None:
-        """Says goodbye, so that nobody waits for this island, and lets go of all connections.
+        """Announces that this island leaves, so that no island waits for it, and closes all connections.
 
         Args:
-            finished: this island has done all it was to do; otherwise it stops early.
+            finished: this island has taken all its steps; otherwise it stops early.
         """
 
     def abandon(self) -> None:
-        """As `leave`, where the model may hold anything by now: nothing of it is offered."""
+        """Leaves early without offering anything, because the model may be in any state."""
         self.leave(finished=False)
 
     def hang_up(self) -> None:
-        """As `abandon`, by this rank alone: it waits for no other of its island."""
+        """Does `abandon` on this rank alone, without waiting for the island's other ranks."""
         if self.members:
             self.members.leave("left")
         self.has_left = True
@@ -317,11 +317,14 @@ class BaseSession(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of all connections."""
+        """Closes all connections."""
 
     @contextmanager
     def _leave_on_error(self) -> Iterator[None]:
-        """Says goodbye before an error is raised: the others have then read what they, too, will find wrong."""
+        """Leaves before it raises an error of its body.
+
+        Leaving gives the other islands time to read this island's records, in which they find the same error.
+        """
         try:
             yield
         except DiLoCoError:

@@ -1,10 +1,11 @@
-"""Outer state in the object store, from which islands join: written now and then by one island, rank by rank.
+"""Snapshots of the outer state in the object store, from which islands join. One island writes them periodically.
 
     snapshots/R/I-N/rank-K-anchor.bin, rank-K-momentum.bin   rank K's part, fp32; of several fragments, each's, as
                                                              rank-K-fragment-F-anchor.bin
-    snapshots/R/I-N/rank-K.json                              what they hold; a snapshot that has all ranks' is whole
-    start.json                                               create if absent: which of them the run starts from
-                                                             (start-2.json where that is damaged)
+    snapshots/R/I-N/rank-K.json                              describes them; a snapshot is complete once it has this
+                                                             record of all ranks
+    start.json                                               create if absent: the snapshot that the run starts from
+                                                             (start-2.json if start.json is corrupt)
 
 Writing needs no copy: the outer state changes only at the end of a round, and a snapshot is written between two.
 """
@@ -37,7 +38,7 @@ _PAYLOAD = re.compile(r"payloads/\d{8,12}/(?:mean-)?(\d{5,6})-(\d{6,9})(?:-\d+)?
 
 
 class Snapshots:
-    """One rank's access to the run's snapshots. All of it raises `StoreError` where the store does not answer.
+    """One rank's access to the run's snapshots. All methods raise `StoreError` if the store does not answer.
 
     Args:
         buckets: this rank's range of each fragment.
@@ -56,14 +57,14 @@ class Snapshots:
         self._unfinished: set[Entry] = set()
 
     def folder(self, round_number: int) -> str:
-        """Where this island's snapshot of a round is."""
+        """Returns the folder of this process's snapshot of a round."""
         return f"snapshots/{round_number:08d}/{self._author}"
 
     def start(self) -> str | None:
-        """The folder of the snapshot that the run starts from, once that is decided.
+        """Returns the folder of the snapshot that the run starts from; None before that is decided.
 
-        Where the decision is damaged, and not taken anew, it is the newest snapshot; of several from which the run may
-        have started, the one of the lowest island.
+        If the decision is corrupt and has not been made again, returns the newest complete snapshot; if the newest is
+        of round 0, the one of the lowest island.
         """
         for name in _STARTS:
             try:
@@ -78,7 +79,7 @@ class Snapshots:
         return (whole[-1] if round_of(whole[-1]) else whole[0]) if whole else None
 
     def decide_start(self, round_number: int) -> None:
-        """Lets the run start from this island's snapshot, unless it starts from another's."""
+        """Makes the run start from this process's snapshot, unless another one has been chosen already."""
         for name in _STARTS:
             record = StartRecord(folder=self.folder(round_number))
             if self._log.create(name, record) or self._log.read_or_refuse(name, StartRecord):
@@ -93,8 +94,8 @@ class Snapshots:
         Args:
             round_number: rounds completed.
             state: digest of the outer parameters.
-            parts: this rank's part of each fragment's tensors, by name; those of fp64 are the same on all ranks.
-            folder: default: that of this process.
+            parts: this rank's part of each fragment's tensors, by name; fp64 tensors are the same on all ranks.
+            folder: default: this process's own.
         """
         folder = folder or self.folder(round_number)
         infos, numbers = {}, {}
@@ -119,11 +120,11 @@ class Snapshots:
     def write_behind(
         self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]], keep_rounds: int
     ) -> None:
-        """Writes this rank's part in a thread; `wait` before the tensors change. The first rank clears up what is old.
+        """Writes this rank's part in a thread; call `wait` before the tensors change. Rank 0 then calls `clear_up`.
 
         Args:
             round_number, state, parts: see `write`.
-            keep_rounds: rounds before the newest whole snapshot whose pseudo-gradients stay.
+            keep_rounds: rounds before the newest complete snapshot whose pseudo-gradients are kept.
         """
 
         def run() -> None:
@@ -140,13 +141,13 @@ class Snapshots:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when nothing is being written."""
+        """Waits until `write_behind` has finished."""
         if self._thread:
             self._thread.join()
             self._thread = None
 
     def newest(self, after: int = -1) -> Snapshot | None:
-        """The newest whole snapshot of a round later than `after`."""
+        """Returns the newest complete snapshot of a round later than `after`."""
         for folder in sorted(self._folders() - self._shunned, reverse=True):
             if round_of(folder) <= after:
                 return None
@@ -156,36 +157,36 @@ class Snapshots:
         return None
 
     def shun(self, folder: str) -> bool:
-        """Has `newest` pass over a snapshot whose values are damaged; returns whether it did not do so before."""
+        """Makes `newest` skip a snapshot with corrupt values; returns whether this is new."""
         is_new = folder not in self._shunned
         self._shunned.add(folder)
         return is_new
 
     def forgive(self, folder: str) -> None:
-        """Gives a snapshot another chance that was passed over: it may have been written again."""
+        """Stops skipping a snapshot, because it may have been rewritten."""
         self._shunned.discard(folder)
 
     def is_readable(self, folder: str) -> bool:
-        """Whether there is a whole snapshot in a folder, whose values have not turned out to be damaged."""
+        """Whether a folder has a complete snapshot, which is not being skipped as corrupt."""
         return folder not in self._shunned and self._read(folder) is not None
 
     def own_start(self, round_number: int) -> str:
-        """The folder of the snapshot that the run starts from, if that is of a round and of this island, whichever
-        of its processes wrote it; else ""."""
+        """Returns the folder of the snapshot that the run starts from, if that is of round `round_number` and was
+        written by any process of this island; otherwise ""."""
         start = self.start() or ""
         island = self._author.partition("-")[0]
         return start if start.startswith(f"snapshots/{round_number:08d}/{island}-") else ""
 
     def clear(self, folder: str) -> None:
-        """Deletes what another process of this island has written into a folder: it may have had more ranks."""
+        """Deletes another process's snapshot before it is rewritten: that process may have had more ranks."""
         if not folder.endswith(f"/{self._author}"):
             self._log.store.delete([path for path in self._log.list(folder) if self._is_ours(path)])
 
     def at(self, folder: str) -> Snapshot:
-        """The whole snapshot in a folder.
+        """Returns the complete snapshot in a folder.
 
         Raises:
-            PayloadError: it is gone.
+            PayloadError: there is none any more.
         """
         found = self._read(folder)
         if found is None:
@@ -193,10 +194,10 @@ class Snapshots:
         return found
 
     def fetch(self, snapshot: Snapshot) -> list[dict[str, torch.Tensor]]:
-        """This rank's range of every tensor of every fragment.
+        """Returns this rank's range of every tensor of every fragment.
 
         Raises:
-            PayloadError, StoreError: an object is gone or damaged, or the store does not answer.
+            PayloadError, StoreError: an object is gone or corrupt, or the store does not answer.
         """
         return [self._fetch_part(snapshot, number) for number in range(len(self._buckets))]
 
@@ -217,28 +218,29 @@ class Snapshots:
         return f"fragment-{number:05d}-" if len(self._buckets) > 1 else ""
 
     def clear_up(self, keep_rounds: int, num_kept: int = _KEPT) -> None:
-        """Deletes what nobody needs to catch up: older snapshots but one, and pseudo-gradients before the newest.
+        """Deletes objects that no island needs to catch up: old snapshots, and pseudo-gradients of old rounds.
 
-        Only what a process of this run has written, as its name and its incarnation say; never what others have put
-        there.
-        Files that a killed process has not finished go when they have not changed since the last time; nobody looks
-        for them in records of rounds long gone, of which there is no end.
+        Keeps the newest `num_kept` snapshots, and payloads of the `keep_rounds` rounds before the newest one. Deletes
+        only objects whose name and incarnation record show that a process of this run wrote them.
+
+        Also deletes unfinished files of killed processes, if they have not changed since the last call. It searches
+        only recent rounds for them, because the number of old ones is unbounded.
         """
         whole = self._whole()
         if not whole:
             return
         newest, oldest = round_of(whole[-1]), round_of(whole[-num_kept:][0])
-        self._drop_unfinished(2 * oldest - newest - keep_rounds)  # so that it looks twice at each
+        self._drop_unfinished(2 * oldest - newest - keep_rounds)  # so that each round is searched twice
         old = [path for path in self._log.list("snapshots") if round_of(path) < oldest]
         last_needless = newest - keep_rounds
         payloads = [path for path in self._log.list("payloads") if round_of(path) <= last_needless]
         self._log.store.delete([path for path in old + payloads if self._is_ours(path)])
 
     def make_room(self, unfinished_round: int | None = None) -> None:
-        """Deletes all that can be spared where the store is full; what cannot be deleted stays.
+        """Deletes all expendable objects after the store has run full; ignores errors.
 
         Args:
-            unfinished_round: of a snapshot by this process that could not be written.
+            unfinished_round: round of a snapshot that this process could not finish.
         """
         with contextlib.suppress(DiLoCoError):
             if unfinished_round is not None:
@@ -261,7 +263,7 @@ class Snapshots:
         return self._is_known[author]
 
     def _whole(self) -> list[str]:
-        """The folders of whole snapshots, in order."""
+        """Returns the folders of complete snapshots, in order."""
         return [folder for folder in sorted(self._folders()) if self._read(folder)]
 
     def _folders(self) -> set[str]:
@@ -272,7 +274,7 @@ class Snapshots:
         }
 
     def _read(self, folder: str) -> Snapshot | None:
-        """The snapshot in a folder, if it is whole."""
+        """Returns the snapshot in a folder, if it is complete."""
         paths = [path for path in self._log.list(folder) if path.endswith(".json") and _SNAPSHOT.fullmatch(path)]
         try:
             return assemble(folder, [self._log.read_or_refuse(path, SnapshotRecord) for path in paths])
