@@ -1,8 +1,8 @@
 """An all-gather of records through the store: each island posts one, and waits for those of all others.
 
-    TOPIC/I     what island I says before rounds and after them ("join", "state", "done")
+    TOPIC/I     record of island I before or after rounds ("join", "state", "done")
 
-In a round they wait for each other in the same way; see `membership.unanimity`.
+The waits within a round use the same code; see `membership.unanimity`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ T = TypeVar("T")
 R = TypeVar("R", bound=BaseModel)
 InRound = TypeVar("InRound", OfferRecord, VoteRecord)
 
-_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.1  # a wait is seen to end within a tenth of its length
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.001, 0.1  # polls add at most a tenth to a wait
 LOOK_SECONDS = 0.5
-"""How often the store is looked at for what links should carry."""
+"""Poll interval of the store for records that should arrive over links."""
 _WATCH_SECONDS = 0.5
-"""How often links are looked at."""
+"""Interval of checks for broken links."""
 RESUMES = "the run resumes from the newest round that all hold"
 
 
 class Links(Protocol):
-    """Carries messages among the leaders, and sees who is gone; see `hf_diloco.transport.base.Exchange`."""
+    """Carries messages among the leaders, and detects lost ones; see `hf_diloco.transport.base.Exchange`."""
 
     def send_message(self, message: bytes, notify: Callable[[], None]) -> bool: ...
 
@@ -53,7 +53,7 @@ class Links(Protocol):
 
 
 class _Watch:
-    """Looks now and then for broken connections: what is broken twice running is gone."""
+    """Checks periodically for broken connections; an island whose link is broken in two checks in a row is gone."""
 
     def __init__(self, links: Sequence[Links], clock: Clock) -> None:
         self._links = links
@@ -72,14 +72,14 @@ class _Watch:
 
 @dataclass(eq=False, repr=False)
 class AllGather:
-    """One island's part in it; used by the island's leader only.
+    """One island's part in the all-gather; used by the island's leader only.
 
     Attributes:
         num_islands: islands in the run.
         should_stop: polled while waiting; true makes a wait end with `StopRequested`.
-        where: islands meet, for messages.
-        news: is set when there may be something new to hear.
-        is_lost: the store has not answered, and is not asked any more.
+        where: the rendezvous, for log messages.
+        news: event that is set when a message may have arrived.
+        is_lost: the store has failed to answer once, and is not used any more.
     """
 
     store: ValueStore
@@ -104,10 +104,10 @@ class AllGather:
     ) -> list[Said]:
         """Posts this island's record under `topic` and returns those of all islands, in order.
 
-        For those in `absent` it does not wait: nothing stands in the place of what they say.
+        Does not wait for the islands in `absent`, and returns an empty record for them.
 
         Raises:
-            IslandLostError: some island posted none within `timeout` seconds; names them.
+            IslandLostError: islands posted no record within `timeout` seconds; names them.
             StopRequested: this island was asked to stop meanwhile.
         """
 
@@ -115,7 +115,7 @@ class AllGather:
             raw = self.store.find_all([f"{topic}/{island}" for island in absent])
             return {island: parse(key, raw[key]) for island in absent if (key := f"{topic}/{island}") in raw}
 
-        found: dict[int, Said] = {island: {} for island in absent}  # its own will be what the others read
+        found: dict[int, Said] = {island: {} for island in absent}  # its own is read back from the store
         wait = self.notes.begin(timeout, where=self.where)
         self.guard(lambda: self.store.set(f"{topic}/{self.island}", json.dumps(dict(record))))
         missing, _ = self.collect(found, read, timeout, wait, interruptible)
@@ -133,23 +133,23 @@ class AllGather:
         hear: Callable[[], Mapping[int, T]] | None = None,
         links: Sequence[Links] = (),
     ) -> tuple[list[int], list[int]]:
-        """Waits until all islands have said something; returns who has not in time, and who of those is gone.
+        """Waits for a record of every island; returns the islands without one, and those of them that are gone.
 
         Args:
-            found: what is known, by island; what they say is added.
-            look: what some islands have said, as far as it is in the store; None: nobody need wait any more.
-            timeout: seconds that it may take.
-            interruptible: a wish to stop ends it.
-            hear: what has come over links, if these carry it: the store is then looked at now and then.
-            links: show who is gone, and will say nothing more: it ends where one of the absent is.
+            found: known records, by island; new ones are added to it.
+            look: reads the records of some islands from the store; returns None to end the wait.
+            timeout: in seconds.
+            interruptible: whether `should_stop` ends the wait.
+            hear: returns the records received over links, if these carry them; the store is then read less often.
+            links: detect islands that are gone; the wait ends if one of these has no record.
 
         Raises:
-            StopRequested: this island was asked to stop, and not all have said something.
+            StopRequested: this island was asked to stop before all records were there.
         """
         begun, watch = self.clock.now(), _Watch(links, self.clock)
         look_at = begun + LOOK_SECONDS * bool(hear)
         while True:
-            gone = watch.look()  # before looking: what an island said before it went counts
+            gone = watch.look()  # before reading: a record that an island sent before it was lost counts
             found |= hear() if hear else {}
             absent = self._absent(found)
             waited = self.clock.now() - begun
@@ -175,13 +175,13 @@ class AllGather:
         return [island for island in range(self.num_islands) if island not in found]
 
     def guard(self, call: Callable[[], T]) -> T:
-        """What a call of the store returns; once that has not answered, it is asked no more.
+        """Returns the result of a call to the store. After one failure it makes no further calls.
 
         Raises:
-            IslandLostError: it does not answer.
+            IslandLostError: the store does not answer, or has failed before.
         """
         try:
-            if self.is_lost:  # it may take long to say so again
+            if self.is_lost:  # another timeout may take long
                 raise StoreError("no answer the last time")
             return call()
         except StoreError as error:
@@ -194,14 +194,14 @@ def _pause(waited: float) -> float:
 
 
 def parse(what: str, raw: bytes) -> Said:
-    """What an island has said.
+    """Parses a record of an island.
 
     Raises:
-        RendezvousError: it is nothing of this package.
+        RendezvousError: it is not a JSON object.
     """
     try:
         record = json.loads(raw)
-    except (ValueError, RecursionError):  # also what is nested without end
+    except (ValueError, RecursionError):  # the latter for very deep nesting
         record = None
     if not isinstance(record, dict):
         raise RendezvousError(f"the record {what} is not JSON of this package: is something else on the port?")
@@ -209,15 +209,15 @@ def parse(what: str, raw: bytes) -> Said:
 
 
 def make_message(topic: str, record: BaseModel) -> bytes:
-    """What goes over links of what an island says; see `hear`."""
+    """Encodes an island's record as a message for links; see `hear`."""
     return json.dumps({"topic": topic, "record": record.model_dump()}).encode()
 
 
 def hear(links: Links, topic: str, kind: type[InRound]) -> dict[int, InRound]:
-    """What has come over links under a topic, by the island that says it of itself.
+    """Returns the records received over links under a topic, by island. Ignores records in another island's name.
 
     Raises:
-        RendezvousError: it is nothing of this package, or of another version.
+        RendezvousError: a message is invalid, or of another version of this package.
     """
     heard = {island: parse(f"{topic}/{island}", message) for island, message in links.messages().items() if message}
     said = {island: one.get("record") for island, one in heard.items() if one.get("topic") == topic}
@@ -226,7 +226,7 @@ def hear(links: Links, topic: str, kind: type[InRound]) -> dict[int, InRound]:
 
 
 def store_lost(error: Exception) -> IslandLostError:
-    """The error for a store that does not answer."""
+    """Returns the error for a store that does not answer."""
     reason = (str(error).strip().splitlines() or ["no answer"])[0].removesuffix(f": {KEEPER_GONE}")
     return IslandLostError(
         f"the rendezvous, which island 0 keeps, does not answer ({reason}): island 0 has ended or cannot be reached. "
@@ -235,7 +235,7 @@ def store_lost(error: Exception) -> IslandLostError:
     )
 
 
-# What islands of fixed membership tell each other before rounds. All see the same records, and come to one verdict.
+# Records of islands of fixed membership before rounds. All islands see the same records, and reach the same verdict.
 
 
 class _Record(BaseModel):
@@ -243,31 +243,31 @@ class _Record(BaseModel):
 
 
 class CheckpointsRecord(_Record):
-    """The rounds that an island holds whole checkpoints of, with the digests of the outer parameters in them."""
+    """The rounds of which an island holds complete checkpoints, with the digests of their outer parameters."""
 
     rounds: dict[int, list[str]]
 
 
 class SoundRecord(_Record):
-    """Whether every file of the checkpoint that an island would resume from holds what was written to it."""
+    """Whether all files of an island's checkpoint to resume from are intact."""
 
     sound: bool
 
 
 class LayoutRecord(_Record):
-    """How an island's ranks hold the masters: a digest of each rank's segments, and whether all hold everything."""
+    """The layout of an island's masters: a digest of each rank's segments, and whether each rank holds all masters."""
 
     ranks: list[str] = Field(min_length=1)
     replicated: bool
 
 
 class JoinRecord(_Record):
-    """Who an island is and what it trains.
+    """Where an island runs and what it trains.
 
     Attributes:
         host: its leader's host name.
         folder: the folder it writes to, on that host.
-        fingerprint: what must be equal on all islands.
+        fingerprint: facts that must be equal on all islands.
         layout: see `hf_diloco.inner.partition.layout_of`.
     """
 
@@ -278,7 +278,7 @@ class JoinRecord(_Record):
 
 
 class StateRecord(_Record):
-    """Where an island stands: rounds completed, digest of its outer parameters, whether from a checkpoint."""
+    """The state of an island: rounds completed, digest of its outer parameters, whether it is from a checkpoint."""
 
     round: int = Field(ge=0)
     digest: str = Field(pattern="^[0-9a-f]{1,64}$")
@@ -286,16 +286,16 @@ class StateRecord(_Record):
 
 
 def parse_records(kind: type[R], raw: Sequence[dict[str, Any]]) -> list[R]:
-    """Checks all islands' records as they came from the store.
+    """Validates the records of all islands.
 
     Raises:
-        RendezvousError: naming the island whose record is not of this kind.
+        RendezvousError: a record is not of this kind; names the island.
     """
     return list(parse_some(kind, dict(enumerate(raw))).values())
 
 
 def parse_some(kind: type[R], raw: Mapping[Any, dict[str, Any]]) -> dict[int, R]:
-    """Checks the records of some islands, given by number; see `parse_records`."""
+    """Validates the records of some islands, by number; see `parse_records`."""
     parsed = {}
     for island, record in raw.items():
         try:
@@ -313,8 +313,8 @@ def states_are_equal(states: Sequence[StateRecord]) -> bool:
     """Whether all islands hold the same outer parameters already; on a fresh start they need not.
 
     Raises:
-        CheckpointError: they stand at different rounds.
-        DivergedError: they resume at one round, but from different parameters.
+        CheckpointError: they are at different rounds.
+        DivergedError: they resume at the same round, but from different parameters.
     """
     if len({(state.round, state.resumed) for state in states}) > 1:
         standing = ", ".join(

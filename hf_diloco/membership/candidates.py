@@ -1,8 +1,7 @@
-"""Who takes part in a round: which offers count, for whom others wait, the plan that is made of them, and what is
-wrong with one that another island has made.
+"""Participants of a round: which offers count, which islands to wait for, making a plan, and checking a peer's plan.
 
-Whoever writes a plan first decides, and any island may. So every island compares it with the offers, which where
-islands have identities only their own islands can have written, before it follows it.
+The first plan written decides, and any island may write it. So every island checks the plan against the offers before
+it follows the plan. If islands have identities, only an island itself can have written its offer.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from hf_diloco.membership.round_records import (
 from hf_diloco.store.question import Awaited
 
 _RETRY_SECONDS = 0.5
-"""How long an attempt waits for those whom the last one lost: if it was the link, they are back at once."""
+"""How long an attempt waits for islands that the last one lost: after a mere link failure they are back at once."""
 _HISTORY_ROUNDS = 16
 _MIN_HISTORY_ROUNDS = 5
 
@@ -40,14 +39,14 @@ class Rules:
     """When a round takes place.
 
     Attributes:
-        min_islands: no round with fewer.
-        grace: seconds to wait, once there are as many, for islands that are alive but late; and for another's vote.
-        patience: seconds to wait for as many, if they live; then the island goes on training without the round.
-        outlier_factor: a norm so many times the usual one is left out; None: never.
-        needs_presence: only islands that wait for the round take part, and all of them vote: they exchange directly.
-        num_fragments: that rounds are of in turn; each has usual norms of its own.
-        linger: seconds to leave plans and outcomes to another island, which keeps the store and so hears first what
-            all have written: what it decides then comes with the answer to what this one has written.
+        min_islands: quorum of a round.
+        grace: seconds to wait for late but live islands once there is a quorum; and for votes.
+        patience: seconds to wait for a quorum of live islands; then the island continues training without the round.
+        outlier_factor: leaves out norms larger than this factor times the usual norm; None: leaves out none.
+        needs_presence: islands exchange directly: only islands that wait for the round take part, and all must vote.
+        num_fragments: number of fragments, which take turns; each has usual norms of its own.
+        linger: seconds to leave plans and outcomes to the island that keeps the store, which sees all records first.
+            Its decision then arrives with the store's answer to this island's record.
     """
 
     min_islands: int = 1
@@ -60,7 +59,7 @@ class Rules:
 
     @classmethod
     def of(cls, config: DiLoCoConfig, linger: float) -> Rules:
-        """As the outer loop's settings say."""
+        """Returns the rules for the outer loop's settings."""
         return cls(
             min_islands=config.quorum,
             grace=config.grace,
@@ -72,16 +71,16 @@ class Rules:
         )
 
     def awaits(self, decision: str) -> Awaited | None:
-        """A plan or an outcome, by its path, as what another island is to write first."""
+        """Returns how to wait for another island to write the plan or outcome at this path; None: do not wait."""
         return Awaited(path=decision, linger=self.linger) if self.linger else None
 
 
 class UsualNorms:
-    """The norms of the last rounds.
+    """The norms of the last rounds, to detect outliers.
 
     Args:
-        num_fragments: that rounds are of in turn; each has usual norms of its own.
-        factor: a norm so many times the usual one does not count; None: it always does.
+        num_fragments: number of fragments, which take turns; each has usual norms of its own.
+        factor: offers with a norm larger than this factor times the usual norm do not count; None: all count.
     """
 
     def __init__(self, num_fragments: int, factor: float | None) -> None:
@@ -89,15 +88,15 @@ class UsualNorms:
         self._norms = [deque[float](maxlen=_HISTORY_ROUNDS) for _ in range(num_fragments)]
 
     def remember(self, round_number: int, norms: Sequence[float]) -> None:
-        """Takes those of a round that took place as usual ones."""
+        """Adds the median norm of a committed round to the usual ones."""
         self._norms[round_number % len(self._norms)].append(statistics.median(norms))
 
     def why_not(self, round_number: int, offer: OfferRecord, smallest: float) -> str:
-        """Why an offer does not count; "" if it does.
+        """Returns why an offer does not count; "" if it counts.
 
         Args:
-            smallest: norm of all that are offered. Where all have become long at once, it is the training that
-                changed, and nobody is an outlier.
+            smallest: smallest norm of all offers. If all norms grow at once, training has changed, and no offer is an
+                outlier.
         """
         if offer.norm is None or not offer.weight:
             return why_useless(offer)
@@ -124,17 +123,20 @@ class Candidates:
         self._offers: dict[str, OfferRecord] = {}
 
     def remember(self, round_number: int, plan: PlanRecord) -> None:
-        """Takes a committed round as the last one, and its norms as usual ones."""
+        """Records a committed round as the last one, and its norms as usual ones."""
         self._last_participants = plan.islands
         self._usual_norms.remember(round_number, [participant.norm for participant in plan.participants])
         self._offers.clear()
 
     def read(self, path: str) -> OfferRecord | None:
-        """An offer; None if it is gone or cannot be read."""
+        """Reads an offer; None if it is gone or cannot be read."""
         return self._offers.get(path) or self._log.read_or_refuse(path, OfferRecord)
 
     def offers_to(self, attempt: Attempt, state: Digest) -> dict[int, OfferRecord]:
-        """The newest usable offer of each island."""
+        """Returns each island's newest offer that starts from `state`, without islands that are barred.
+
+        Includes barred islands if there is no quorum without them.
+        """
         found: dict[int, OfferRecord] = {}
         paths = self._log.list(f"{attempt.path}/offers/")  # sorted: an island's newest offer comes last
         read = self._log.read_all([path for path in paths if path not in self._offers], OfferRecord)
@@ -145,20 +147,20 @@ class Candidates:
                 found[offer.island] = offer
         barred = attempt.barred
         usable = {island: offer for island, offer in found.items() if offer.author not in barred}
-        return usable if len(usable) >= self._rules.min_islands else found  # or no round would ever take place
+        return usable if len(usable) >= self._rules.min_islands else found  # else no round would ever take place
 
     def present(
         self, offers: Mapping[int, OfferRecord], alive: Mapping[int, HeartbeatRecord]
     ) -> dict[int, OfferRecord]:
-        """Those of some offers that count now: where islands exchange directly, of those that wait for the round."""
+        """Returns the offers that count now: with direct exchange, only those of islands that wait for the round."""
         if not self._rules.needs_presence:
             return dict(offers)
         return {island: offer for island, offer in offers.items() if self.waits(offer, alive)}
 
     def waits(self, offer: OfferRecord, alive: Mapping[int, HeartbeatRecord]) -> bool:
-        """Whether the process that has made an offer is there, and waits for the round.
+        """Whether the process that made an offer is alive and waits for the round.
 
-        Its last heartbeat may be from before the offer: then it is the offer that says so.
+        If its last heartbeat is older than the offer, the offer itself shows that it waits.
         """
         if offer.island == self._members.island:
             return offer.incarnation == self._members.incarnation
@@ -167,18 +169,19 @@ class Candidates:
         return is_here and self._members.incarnation_of(offer.island) == offer.incarnation
 
     def at_it(self, offers: Sequence[OfferRecord]) -> set[int]:
-        """Islands whose offers a plan takes and that are carrying it out, also as another process than offered."""
+        """Returns the islands of these offers that are carrying out the plan, even as another process than offered."""
         alive = self._members.alive()
         syncing = {island for island, heartbeat in alive.items() if heartbeat.phase == "syncing"}
         return {offer.island for offer in offers if offer.island in syncing or self.waits(offer, alive)}
 
     def awaited(self, attempt: Attempt, alive: Mapping[int, HeartbeatRecord], waited: float) -> set[int]:
-        """Islands that are alive and hold the state before this round, after so many seconds of waiting for them.
+        """Returns the live islands that can offer for this round, after `waited` seconds of waiting for them.
 
-        Whoever was in the last round counts as holding it, though its next sign of life may still be on its way. An
-        island that joins counts from when it stands where the others do, unless it lets the round pass. Who must be
-        there and was lost in the last attempt counts for a moment only: if it hangs, that has cost enough time. One
-        that has missed the last round and synchronises counts for a moment too: it carries that out, and comes.
+        They must hold the state before the round. A participant of the last round counts as holding it, even if its
+        next heartbeat has not arrived yet. A joining island counts once it has reached that state, unless it skips the
+        round. Two kinds of islands count for `_RETRY_SECONDS` only: with direct exchange, an island that the last
+        attempt lost, because it may hang; and an island that missed the last round and is synchronising, because it
+        will catch up at once.
         """
         is_moment = waited < _RETRY_SECONDS
         lost = attempt.unusable[-1:] if self._rules.needs_presence and not is_moment else ()
@@ -196,7 +199,7 @@ class Candidates:
         }
 
     def plan(self, attempt: Attempt, offers: Mapping[int, OfferRecord]) -> PlanRecord:
-        """See `make_plan`."""
+        """Makes a plan from these offers, without outliers; see `make_plan`."""
         smallest = min((offer.norm for offer in offers.values() if offer.norm is not None), default=0.0)
         why_not = self._usual_norms.why_not
         reasons = {island: why_not(attempt.round, offer, smallest) for island, offer in offers.items()}
@@ -207,7 +210,7 @@ class Fault(NamedTuple):
     """Why an attempt is not carried out.
 
     Attributes:
-        offer: path of the offer that is to blame; "" where it is the plan.
+        offer: path of the invalid offer; "" if the plan is invalid.
     """
 
     reason: str
@@ -217,12 +220,12 @@ class Fault(NamedTuple):
 def find_fault(
     folder: str, plan: PlanRecord, offers: Sequence[OfferRecord | None], state: str, min_islands: int
 ) -> Fault | None:
-    """What is wrong with a plan, or with the offers that it takes; None if nothing is.
+    """Returns the first fault of a plan or its offers; None if there is none.
 
     Args:
-        offers: those that it names, in its order; None for what is gone or cannot be read.
-        state: of this island's outer parameters before the round.
-        min_islands: fewer cannot say that this island has the wrong ones.
+        offers: the offers that the plan names, in its order; None for one that is gone or cannot be read.
+        state: digest of this island's outer parameters before the round.
+        min_islands: a plan that starts from another state needs at least so many islands.
     """
     wrong = f"the plan that island {plan.by} wrote ({folder}) "
     for participant, offer in zip(plan.participants, offers, strict=True):
@@ -259,7 +262,7 @@ def find_fault(
 
 
 def _foreign_object(offer: OfferRecord) -> str:
-    """An object that an offer names as its own, though another process must have written it; "" if there is none."""
+    """Returns an object in an offer that another process must have written; "" if there is none."""
     author = f"/{offer.author}-"
     paths = (info.get("path") for info in offer.objects)
     return next((path for path in paths if isinstance(path, str) and author not in path), "")

@@ -1,29 +1,30 @@
-"""Plans and outcomes, also where somebody has written rubbish in their place or a disk has damaged one.
+"""Plans and outcomes, safe against invalid and corrupt records.
 
-Both are created once, and whoever writes first decides. What lies there and cannot be read (`RunLog.read` says why) is
-never deleted or overwritten: another island may have acted on it while it was whole. All islands pass over it in the
-same way:
+Both are created once, and the first writer decides. A record that cannot be read (`RunLog.read` lists the reasons) is
+never deleted or overwritten: another island may have acted on it while it was intact. All islands skip it in the same
+way:
 
-    plan      counts as absent. The attempt is aborted by its outcome, so that nobody commits it, and the next attempt
-              has a plan of its own.
-    outcome   is decided anew under the next name, `outcome-2.json`, `outcome-3.json`, ... Whoever has read it while it
-              was whole, or has written it, says the same again. What others may say follows from the records beside
-              it: who commits has voted before, and who aborts goes to the next attempt.
+    plan      counts as absent. The attempt gets an abort as its outcome, so that no island commits it, and the next
+              attempt has its own plan.
+    outcome   is decided again under the next name, `outcome-2.json`, `outcome-3.json`, ... An island that read or
+              wrote the outcome while it was intact repeats it. The other islands derive what they may write from the
+              records beside it, because an island votes before it commits, and goes to the next attempt after an
+              abort:
 
-              a later attempt has a plan    abort: somebody has read one
-              nobody is known to have       abort: nobody can have committed
-              voted, or votes are split
-              else                          commit, by an island that holds the average; the next attempt is closed
-                                            first, so that whoever has read an abort comes back and reads this
+              a later attempt has a plan    abort: an island has read an abort
+              no vote is known, or the      abort: no island can have committed
+              votes are split
+              else                          commit, by an island that holds the average; it closes the next attempt
+                                            first, so that islands that have read an abort come back and read this
 
-A commit of an average against the votes, which any island could write first, counts as damaged.
+A commit that contradicts the votes, which any island could write first, counts as corrupt.
 
-Where islands exchange directly, all that have taken a round may be killed before its average is in the store, or none
-of them hears that it was committed: then nobody holds it any more. Its commit is revoked, by a record beside it
+With direct exchange, all participants of a round may be killed before its average is in the store, or none of them may
+learn of the commit. Then no island holds the average any more: the commit is revoked by a record beside it
 (`revoked.json`), and the round goes to the next attempt.
 
-So a record that is damaged at any time, also after some have read it, leads nobody to another decision. One that only
-seems damaged, because another program is still copying it, costs an attempt and no more; it is given a moment.
+So a record that becomes corrupt at any time, even after some islands have read it, changes no decision. One that only
+seems corrupt, because another program is still copying it, is read again for a moment, and costs at most an attempt.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from hf_diloco.store.log import R, RunLog
 from hf_diloco.utils.clock import Clock
 
 MAX_ATTEMPTS = 100
-"""Attempts of one round at most: their numbers have two digits."""
+"""Limit on the attempts of one round: their numbers have two digits."""
 _OUTCOMES = ("outcome.json", *(f"outcome-{number}.json" for number in range(2, 10)))
 _REVOKED = "revoked.json"
 SETTLE_SECONDS = 2.0
-"""How long what cannot be read is looked at again: another program may be copying it."""
+"""How long to retry an unreadable record: another program may be copying it."""
 _LOOKS = 4
 _CLOSED = "closed: the outcome of an earlier attempt is damaged"
 
 
 class Decisions:
-    """One island's access to them; used by the island's leader only.
+    """One island's access to plans and outcomes; used by the island's leader only.
 
-    All of it raises `StoreError` where the store does not answer.
+    All methods raise `StoreError` if the store does not answer.
     """
 
     def __init__(self, log: RunLog, island: int, clock: Clock) -> None:
@@ -57,18 +58,18 @@ class Decisions:
         self._known: dict[str, OutcomeRecord] = {}  # by attempt, of one round
 
     def plan(self, attempt: str) -> PlanRecord | None:
-        """The plan of the attempt in a folder, None if there is none yet.
+        """Returns the plan of the attempt in a folder, None if there is none yet.
 
         Raises:
-            ForgedError: what lies there cannot be read.
+            ForgedError: the record there cannot be read.
         """
         return self._read(plan_path(attempt), PlanRecord)
 
     def outcome(self, attempt: str) -> OutcomeRecord | None:
-        """How the attempt in a folder was decided; None if it is not yet.
+        """Returns the outcome of the attempt in a folder; None if it is not decided yet.
 
         Raises:
-            StoreError: the store does not answer; or nine records are damaged.
+            StoreError: the store does not answer; or all nine outcome records are corrupt.
         """
         for name in _OUTCOMES:
             path = f"{attempt}/{name}"
@@ -81,14 +82,14 @@ class Decisions:
         raise self._too_many_damaged(attempt)
 
     def decide(self, attempt: str, wish: OutcomeRecord) -> OutcomeRecord:
-        """Decides an attempt, unless it is decided: returns what counts for all islands, for ever.
+        """Decides an attempt, unless it is decided already; returns the outcome that counts for all islands.
 
         Args:
             attempt: its folder.
-            wish: what this island wants. To commit, it must have voted.
+            wish: this island's outcome. To commit, the island must have voted.
 
         Raises:
-            PayloadError: this cannot be decided now, as the outcome is damaged; a later snapshot shows that it was.
+            PayloadError: the outcome is corrupt, and this island cannot decide it; it needs a later snapshot.
         """
         for name in _OUTCOMES:
             path = f"{attempt}/{name}"
@@ -97,7 +98,7 @@ class Decisions:
             record = wish if name == _OUTCOMES[0] else self._allowed(attempt, wish)
             try:
                 return self._remember(attempt, self._log.decide(path, record))
-            except ForgedError:  # another program may be copying it
+            except ForgedError:  # another program may be copying the record
                 pass
             try:
                 found = self._read(path, OutcomeRecord)
@@ -109,7 +110,7 @@ class Decisions:
         raise self._too_many_damaged(attempt)
 
     def decide_plan(self, attempt: str, wish: PlanRecord) -> PlanRecord:
-        """Plans an attempt, unless it is planned: returns what counts.
+        """Plans an attempt, unless it is planned already; returns the plan that counts.
 
         Raises: as `plan`.
         """
@@ -122,7 +123,7 @@ class Decisions:
             return found
 
     def refuse_commit(self, attempt: str, mean: str) -> None:
-        """From now on a commit for which nobody can have had the votes counts as damaged.
+        """Makes a commit without the necessary votes count as corrupt from now on.
 
         Args:
             attempt: its folder.
@@ -139,19 +140,19 @@ class Decisions:
                 self._log.refuse_island(error)
 
     def revoked(self, attempt: str) -> OutcomeRecord | None:
-        """What counts instead of the commit of the attempt in a folder; None if that has not been revoked."""
+        """Returns the abort that replaces the commit of the attempt in a folder; None if it has not been revoked."""
         return self._log.read_or_refuse(f"{attempt}/{_REVOKED}", OutcomeRecord)
 
     def revoke(self, attempt: str, reason: str) -> None:
-        """From now on the commit of the attempt in a folder counts as an abort."""
+        """Makes the commit of the attempt in a folder count as an abort from now on."""
         self._log.place(f"{attempt}/{_REVOKED}", self._abort(reason))
 
     def void(self, attempt: str, reason: str) -> OutcomeRecord:
-        """Aborts an attempt whose plan cannot be read, unless it is committed; returns what counts."""
+        """Aborts an attempt whose plan cannot be read, unless it is decided; returns the outcome that counts."""
         return self.outcome(attempt) or self.decide(attempt, self._abort(reason))
 
     def _allowed(self, attempt: str, wish: OutcomeRecord) -> OutcomeRecord:
-        """What an outcome in place of a damaged one may say; see this module's text."""
+        """Returns the outcome that may replace a corrupt one; see this module's docstring."""
         if known := self._known.get(attempt):
             return known.model_copy(update={"by": self._island})
         beside = self._log.list(attempt.rpartition("/")[0])
@@ -171,14 +172,14 @@ class Decisions:
         return self._abort(f"{reason}, and a later attempt is committed") if self._has_moved_on(attempt) else wish
 
     def _remember(self, attempt: str, found: OutcomeRecord) -> OutcomeRecord:
-        """Keeps what counts for an attempt, with what counts for others of its round; returns it."""
+        """Caches the outcome of an attempt, and drops the cache of other rounds; returns the outcome."""
         attempts = f"{attempt.rpartition('/')[0]}/"
         self._known = {path: known for path, known in self._known.items() if path.startswith(attempts)}
         self._known[attempt] = found
         return found
 
     def _has_moved_on(self, attempt: str) -> bool:
-        """Whether a later attempt is committed; if not, the one that others may be about to plan is closed."""
+        """Whether a later attempt is committed; if not, closes the attempt that others may be about to plan."""
         folder, _, number = attempt.rpartition("/")
         for following in range(int(number) + 1, MAX_ATTEMPTS):
             outcome = self.decide(f"{folder}/{following:02d}", self._abort(_CLOSED))
@@ -189,7 +190,7 @@ class Decisions:
         raise self._too_many_damaged(attempt)
 
     def _may_be_vote(self, path: str) -> bool:
-        """Whether somebody may have committed by it; of what cannot be read nobody knows."""
+        """Whether this may be a vote for an average; an unreadable record may be one."""
         found = self._log.read_or_refuse(path, VoteRecord)
         return found is None or found.mean != ABSTENTION
 
@@ -203,7 +204,7 @@ class Decisions:
         )
 
     def _read(self, path: str, kind: type[R]) -> R | None:
-        """As `RunLog.read`; what cannot be read the first time is looked at again, and then reported."""
+        """See `RunLog.read`; retries an unreadable record for `SETTLE_SECONDS`, and then reports it."""
         looks_left = _LOOKS
         while True:
             try:
@@ -214,19 +215,19 @@ class Decisions:
                     raise
             looks_left -= 1
             self._clock.sleep(SETTLE_SECONDS / _LOOKS)
-            self._log.store.sights.current = None  # what was seen before stays damaged
+            self._log.store.sights.current = None  # a cached answer would stay corrupt
 
 
 def plan_path(attempt: str) -> str:
-    """Where the plan of the attempt in a folder lies."""
+    """Returns the path of the plan of the attempt in a folder."""
     return f"{attempt}/plan.json"
 
 
 def outcome_path(attempt: str) -> str:
-    """Where the outcome of the attempt in a folder lies, unless it is damaged."""
+    """Returns the path of the outcome of the attempt in a folder, unless it is corrupt."""
     return f"{attempt}/{_OUTCOMES[0]}"
 
 
 def is_outcome(path: str) -> bool:
-    """Whether a path is that of an outcome, or of one that takes a damaged one's place."""
+    """Whether a path is that of an outcome, or of the replacement of a corrupt one."""
     return path.rpartition("/")[2] in _OUTCOMES

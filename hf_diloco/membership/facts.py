@@ -1,4 +1,4 @@
-"""What must be equal on all islands, or on all nodes of a graph, before they train together."""
+"""Facts: values that must be equal on all islands, or on all nodes of a graph, before they train together."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from hf_diloco.errors import ConfigError, FingerprintError
 Facts = Mapping[str, str | int | float | bool | None]
 
 PROTOCOL = 16
-"""Raised when what islands, or nodes, tell each other changes its form or meaning."""
+"""Version of the records and messages between islands or nodes; increased when their form or meaning changes."""
 
 MAX_STEPS = "max_steps"
-"""The fact that says how many inner steps an island is to take; a loop of one's own may not know it."""
+"""Name of the fact with an island's number of inner steps; a user's own loop may not know it."""
 
 _PROTOCOL = "protocol"
 _FROZEN = "frozen weights"
 
 
 def facts_given(given: object) -> dict[str, str | int | float | bool | None]:
-    """What a caller wants to be equal on all islands, as it was given.
+    """Returns the caller's facts, after checking their types.
 
     Raises:
-        TypeError: it is no mapping of names to plain values, which alone can be compared between islands.
+        TypeError: `given` is not a mapping of names to plain values; others cannot be compared between islands.
     """
     if given is None:
         return {}
@@ -38,15 +38,15 @@ def facts_given(given: object) -> dict[str, str | int | float | bool | None]:
 
 
 def frozen_facts(frozen: Mapping[str, str]) -> Facts:
-    """What `inner.frozen` has found, as facts: islands that hold frozen weights in other dtypes have others."""
+    """Turns the digests of `inner.frozen` into facts, named by dtypes: different dtypes are not compared."""
     return {f"{_FROZEN} ({dtypes})": digest for dtypes, digest in frozen.items()}
 
 
 def join_facts(own: Facts, given: Facts) -> dict[str, str | int | float | bool | None]:
-    """What this package compares, the protocol first, and what a caller adds.
+    """Joins the facts of this package, the protocol first, and those of the caller.
 
     Raises:
-        ConfigError: the caller gives another value to what this package finds out by itself.
+        ConfigError: the caller gives another value for one of this package's facts.
     """
     own = {_PROTOCOL: PROTOCOL, **own}
     for name in own.keys() & given.keys():
@@ -59,7 +59,7 @@ def join_facts(own: Facts, given: Facts) -> dict[str, str | int | float | bool |
 
 
 def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
-    """Raises `FingerprintError`, with everybody's values, for the first fact that differs."""
+    """Raises `FingerprintError`, with all values, for the first fact that differs."""
     for name in dict.fromkeys(name for facts in fingerprints for name in facts):
         values = [facts.get(name) for facts in fingerprints]
         if any(differ(name, value, values[0]) for value in values):
@@ -70,12 +70,12 @@ def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
 
 
 def differ(name: str, one: object, other: object) -> bool:
-    """Whether two values of a fact keep islands apart; who does not know such as its number of steps fits all."""
+    """Whether two values of a fact conflict; an unknown number of steps, or of frozen weights, conflicts with none."""
     return one != other and not (name.startswith((MAX_STEPS, _FROZEN)) and None in (one, other))
 
 
 def remedy_for(name: str) -> str:
-    """What to do where a fact differs."""
+    """Returns the remedy for a fact that differs."""
     if name == MAX_STEPS:
         return (
             "set max_steps to one number everywhere (num_train_epochs gives as many steps as there is data, which "

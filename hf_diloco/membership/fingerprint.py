@@ -1,4 +1,4 @@
-"""What islands must have in common before they train together, and the checkpoint that they all can resume from."""
+"""The fingerprint that islands compare before they train together, and their common checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _AGREED_SETTINGS = (
 
 
 def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: Facts) -> dict[str, Any]:
-    """What must be equal on all islands, by the name that an error message gives it.
+    """Returns all facts that must be equal on all islands, under the names that error messages use.
 
     Args:
-        more: what else this package knows.
-        given: the caller's, see `join_facts`.
+        more: further facts of this package.
+        given: the caller's facts, see `join_facts`.
     """
     membership: dict[str, Any] = {"num_islands": config.num_islands}
     if config.meets_in_store:
@@ -64,7 +64,7 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: F
 
 
 def _agreed_by_method(config: DiLoCoConfig, shards: Shards) -> dict[str, Any]:
-    """The method's own settings, and the parameter groups whose learning rates it takes."""
+    """Returns the method's own settings and, if it uses their learning rates, the parameter groups."""
     method = find_method(config.method)
     options = method.Options.model_validate(config.options).model_dump()
     agreed = {f"options.{name}": value for name, value in options.items()}
@@ -77,11 +77,11 @@ def _agreed_by_method(config: DiLoCoConfig, shards: Shards) -> dict[str, Any]:
 
 
 def check_folders(places: Mapping[int, tuple[str, str]], unit: str = "island") -> None:
-    """Raises `RendezvousError` if two islands, or nodes, write to one folder of one machine.
+    """Raises `RendezvousError` if two islands, or nodes, write to the same folder of the same machine.
 
     Args:
         places: the host and the folder of each, by number.
-        unit: what the run calls one that takes part.
+        unit: "island" or "node".
     """
     seen: dict[tuple[str, str], int] = {}
     for number, place in places.items():
@@ -91,7 +91,7 @@ def check_folders(places: Mapping[int, tuple[str, str]], unit: str = "island") -
 
 
 def check_own_folder(members: Members | None) -> None:
-    """Raises `RendezvousError` if another island that lives writes to this one's folder, on this machine."""
+    """Raises `RendezvousError` if another live island on this machine writes to this island's folder."""
     assert members is not None  # called on the leader
     own = members.process_of(members.island, members.incarnation)
     for island in sorted(members.alive().keys() - {members.island}):
@@ -112,15 +112,15 @@ def _same_folder(one: int, other: int, host: str, folder: str, unit: str) -> Ren
 def find_common(
     output_dir: Path, island: IslandGroup, share: Callable[[str, dict[str, Any]], list[dict[str, Any]]]
 ) -> Path | None:
-    """This island's newest checkpoint of the newest round that all islands hold; None to begin anew.
+    """Returns this island's newest checkpoint of the newest round that all islands hold; None to begin anew.
 
-    All hold the same outer parameters of it: a checkpoint may be left of a life after which all went back further, and
-    came to other ones. All files have been read: if one is damaged, that is told, and an older round is taken.
-    Collective over the island's ranks.
+    Rounds match only if their outer parameters are equal: a checkpoint may be left over from before all islands went
+    back to an earlier round, and then trained differently. All files are checked: if one is corrupt, this logs a
+    warning and takes an older round. Collective over the island's ranks.
 
     Args:
         output_dir: where this island's checkpoints are.
-        share: posts this island's record under a topic and returns all islands'; called on the leader.
+        share: posts this island's record under a topic and returns all islands' records; called on the leader.
 
     Raises:
         CheckpointError: the islands hold checkpoints, but of no common round.
@@ -144,8 +144,8 @@ def find_common(
 def _common_state(
     share: Callable[[str, dict[str, Any]], list[dict[str, Any]]], topic: str, mine: Set[tuple[int, str]]
 ) -> tuple[int, str] | None:
-    """The newest round that all islands hold, with the digest of the outer parameters; None to begin anew: no island
-    has come to a round yet."""
+    """Returns the newest round that all islands hold, with the digest of the outer parameters; None to begin anew,
+    if no island has completed a round."""
     digests: dict[int, list[str]] = {}
     for number, digest in sorted(mine):
         digests.setdefault(number, []).append(digest)

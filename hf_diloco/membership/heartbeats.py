@@ -1,6 +1,6 @@
-"""Who is there: processes claim an island's number, or a node's, and give signs of life.
+"""Membership: processes claim an island's number, or a node's, and send heartbeats.
 
-No clock of another machine is ever read: an island lives as long as its heartbeat *changes*, by this machine's own.
+No clock of another machine is ever read: an island is alive while its heartbeat *changes*, by this machine's clock.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ logger = logging.getLogger("hf_diloco")
 
 HEARTBEAT_SECONDS = 2.0
 LEASE_SECONDS = 12.0
-"""An island whose heartbeat has not changed for so long counts as gone."""
+"""An island counts as gone after its heartbeat has not changed for this long."""
 _LOOK_SECONDS = 0.5
 
 UNDER_WAY: Collection[Phase] = ("training", "syncing")
-"""What an island does that holds the run's state."""
+"""Phases of an island that holds the run's state."""
 
 _HEARTBEAT_PATH = re.compile(r"heartbeats/(0|[1-9]\d{0,5})/(\d{6,9})\.json")
 _INCARNATION_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
@@ -43,7 +43,7 @@ _INCARNATION_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
 
 @dataclass
 class Standing:
-    """Where this island stands: what its next heartbeat will say."""
+    """This island's progress: the contents of its next heartbeat."""
 
     phase: Phase = "joining"
     round: int = 0
@@ -57,16 +57,16 @@ class Members:
     """The islands as this one sees them; used by the island's leader only.
 
     Args:
-        folder: where it writes.
-        lease: seconds after which an island whose heartbeat stands still counts as gone.
-        unit: what the run calls one that takes part.
+        folder: where this island writes.
+        lease: seconds without a changed heartbeat after which an island counts as gone.
+        unit: "island" or "node".
 
     Attributes:
-        lease: seconds, as given or by default.
-        incarnation: which process of this island this is, from 1, once it has entered.
-        standing: what the next heartbeat says.
-        refresh: called before each heartbeat of the thread, to bring `standing` up to date.
-        heard: islands that have given a sign of life since the first look, which may see those of processes long gone.
+        lease: in seconds, as given or by default.
+        incarnation: number of this process among the island's processes, from 1; 0 before `enter`.
+        standing: the contents of the next heartbeat.
+        refresh: called before each heartbeat of the thread, to update `standing`.
+        heard: islands with a new heartbeat since the first look, which may have seen those of dead processes.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Members:
         self._seen: dict[int, tuple[int, HeartbeatRecord, float]] = {}
         self.heard: set[int] = set()
         self._has_looked = False
-        self._incarnations: dict[str, bool] = {}  # by path: whether its writer may take part now
+        self._incarnations: dict[str, bool] = {}  # by path: whether its identity is still valid
         self._count = 0
         self._is_cut_off = False
         self._reached_at = -math.inf
@@ -102,13 +102,13 @@ class Members:
     # This island
 
     def enter(self, may_return: bool = True) -> int:
-        """Claims this island's number for this process; returns how often it has been claimed.
+        """Claims this island's number for this process; returns the incarnation, from 1.
 
         Args:
-            may_return: an earlier process of this island may have ended; otherwise there must have been none.
+            may_return: whether there may have been an earlier process of this island, which has ended.
 
         Raises:
-            DuplicateIslandError: the process that claimed it before is alive; or has been.
+            DuplicateIslandError: an earlier process is alive; or, unless `may_return`, has existed.
         """
         while True:
             newest = self.newest_incarnation(self.island, is_of_now=True)
@@ -146,8 +146,9 @@ class Members:
         )
 
     def newest_incarnation(self, island: int, is_of_now: bool = False) -> int:
-        """The number of the newest process of an island; 0 if there was none. Other records do not count; if
-        `is_of_now`, nor do those of an identity that was replaced, whose holder could end this process otherwise."""
+        """Returns the incarnation of an island's newest process; 0 if there was none. Ignores invalid records.
+
+        If `is_of_now`, also ignores those of a replaced identity: its holder could end this process otherwise."""
         names = [path.rpartition("/")[2] for path in self.log.list(f"incarnations/{island}/")]
         numbers = sorted((int(name[:-5]) for name in names if _INCARNATION_NAME.fullmatch(name)), reverse=True)
         paths = ((number, incarnation_path(island, number)) for number in numbers)
@@ -167,10 +168,10 @@ class Members:
             return False
 
     def check_incarnation(self) -> bool:
-        """Whether the record by which this process has claimed the island's number is there.
+        """Whether this process's claim of the island's number is still in the store.
 
         Raises:
-            DuplicateIslandError: a newer process has taken this island's number.
+            DuplicateIslandError: a newer process has claimed this island's number.
         """
         newest = self.newest_incarnation(self.island, is_of_now=True)
         if newest > self.incarnation:
@@ -181,16 +182,16 @@ class Members:
         return newest == self.incarnation
 
     def heartbeat(self) -> None:
-        """Gives one sign of life."""
+        """Sends one heartbeat."""
         with self._lock:
             self._count += 1
             refused = {str(island): reason for island, reason in sorted(self.log.refused_islands.items())}
             record = HeartbeatRecord(count=self._count, refused=refused, **asdict(self.standing))
-            # Not flushed to the disk: it is worth nothing after a loss of power, and a busy disk would delay it.
+            # Not flushed to disk: it is worthless after a power loss, and a busy disk would delay it.
             self.log.put(f"heartbeats/{self.island}/{self.incarnation:06d}.json", record, is_lasting=False)
 
     def start_heartbeats(self) -> None:
-        """Gives heartbeats in a thread until `leave`. A store that does not answer is tried again at the next one."""
+        """Sends heartbeats in a thread until `leave`. If the store does not answer, retries at the next heartbeat."""
         self.heartbeat()
         self._forget_earlier()
         args = weakref.ref(self), self._nudged, self._ended
@@ -198,7 +199,7 @@ class Members:
         self._thread.start()
 
     def _forget_earlier(self) -> None:
-        """Deletes the signs of life of this island's earlier processes: all others would list them at every look."""
+        """Deletes the heartbeats of this island's earlier processes, which others would list at every look."""
         with suppress(StoreError):
             found = ((_HEARTBEAT_PATH.fullmatch(path), path) for path in self.log.list(f"heartbeats/{self.island}"))
             numbers = {int(match[2]): path for match, path in found if match and int(match[2]) < self.incarnation}
@@ -208,7 +209,7 @@ class Members:
             self.log.store.delete(old)
 
     def try_heartbeat(self) -> None:
-        """Gives one sign of life, if the store answers."""
+        """Sends one heartbeat, if the store answers."""
         try:
             self.refresh()
             self.heartbeat()
@@ -222,44 +223,44 @@ class Members:
             self._is_cut_off = False
 
     def stand(self, phase: Phase) -> None:
-        """What heartbeats say from now on; the next one comes at once, because others may wait to hear it."""
+        """Sets the phase in heartbeats, and sends one at once, because other islands may wait for it."""
         self.standing.phase = phase
         self._nudged.set()
 
     def stop_heartbeats(self) -> None:
-        """Gives no further sign of life by itself."""
+        """Stops the thread that sends heartbeats."""
         self._ended.set()
         self._nudged.set()
         if self._thread:
             self._thread.join(timeout=5)
 
     def leave(self, phase: Phase) -> None:
-        """Stops beating and says so, so that nobody waits."""
+        """Stops the heartbeats; the last one says so, so that no island waits for this one."""
         self.stop_heartbeats()
         self.standing.phase = phase
         try:
-            if self.incarnation:  # else nobody has heard of this process
+            if self.incarnation:  # else no other island knows of this process
                 self.heartbeat()
         except StoreError as error:
             logger.info("left without a last word: %s", error)
 
     @property
     def num_heartbeats(self) -> int:
-        """How many signs of life this process has given, one on its way included: a later one has a higher count."""
+        """Number of heartbeats of this process, including one in flight; later ones have a higher count."""
         return self._count
 
     # All islands
 
     def newest_incarnations(self, islands: Collection[int]) -> dict[int, int]:
-        """As `newest_incarnation`, of several islands in one question."""
+        """Returns `newest_incarnation` of several islands, with one request."""
         with looking_once(self.log.store, ["incarnations"]):
             return {island: self.newest_incarnation(island) for island in islands}
 
     def await_all(self, islands: Collection[int], seconds: float, wait: Wait) -> list[int]:
-        """Waits until each of these islands has had a process; returns those that have not after `seconds`.
+        """Waits until each of these islands has had a process; returns those without one after `seconds`.
 
         Args:
-            wait: says who is missing.
+            wait: logs the missing islands.
         """
         deadline, watch = self._clock.now() + seconds, Watch(self.log.store, ["incarnations"], self._clock)
         while True:
@@ -269,7 +270,7 @@ class Members:
             wait.look(missing)
 
     def look(self) -> dict[int, HeartbeatRecord]:
-        """The newest heartbeat of every island that has given one."""
+        """Reads the newest heartbeat of every island that has sent one."""
         paths: dict[int, list[tuple[int, str]]] = {}
         for path in self.log.list("heartbeats"):
             if match := _HEARTBEAT_PATH.fullmatch(path):
@@ -283,7 +284,7 @@ class Members:
                     break
                 is_newest = path == newest[island][1]
                 heartbeat = read.get(path) if is_newest else self.log.read_or_refuse(path, HeartbeatRecord)
-                if heartbeat is not None:  # else an earlier process may have given a sign of life
+                if heartbeat is not None:  # else try an earlier process's heartbeat
                     if not known or known[:2] != (incarnation, heartbeat):
                         if self._has_looked:
                             self.heard.add(island)
@@ -293,12 +294,12 @@ class Members:
         return {island: heartbeat for island, (_, heartbeat, _) in self._seen.items()}
 
     def alive(self) -> dict[int, HeartbeatRecord]:
-        """The heartbeats of islands that take part or are about to; this one always among them.
+        """Returns the heartbeats of live islands, including this one, without those that have left or finished.
 
-        While the store did not answer, no other island could give a sign of life either: their lease begins anew.
+        After an outage of the store all leases restart, because no island could send heartbeats meanwhile.
         """
         now, heartbeats = self._clock.now(), self.look()
-        if self._clock.now() - now >= self.lease / 2:  # it was silent, but answered before asking it counted as failed
+        if self._clock.now() - now >= self.lease / 2:  # slow, but no failure
             self._reached_at = self._clock.now()
         return {
             island: heartbeat
@@ -308,9 +309,9 @@ class Members:
         }
 
     def is_over(self, round_number: int) -> bool:
-        """Whether another island that lives had completed a round when this one looked last.
+        """Whether another live island had completed this round at the last `look`.
 
-        Not one that joins: its checkpoint may be of another run, or of a later time than the store.
+        Ignores a joining island: its checkpoint may be of another run, or newer than the store.
         """
         now = self._clock.now()
         return any(
@@ -320,24 +321,24 @@ class Members:
         )
 
     def are_under_way(self) -> bool:
-        """Whether another island takes inner steps, or synchronises."""
+        """Whether another island is training or synchronising."""
         others = (heartbeat for island, heartbeat in self.alive().items() if island != self.island)
         return any(heartbeat.phase in UNDER_WAY for heartbeat in others)
 
     def _last_chance(self, island: int) -> float:
-        """When an island's last sign of life was seen; or when the store answered again, if that was later."""
+        """Returns when an island's last heartbeat was seen, or when the store answered again, if that was later."""
         return max(self._seen[island][2], self._reached_at)
 
     def incarnation_of(self, island: int) -> int:
-        """The newest process of an island that has given a sign of life; 0 if none has."""
+        """Returns the incarnation of an island's newest process that has sent a heartbeat; 0 if none has."""
         return self._seen[island][0] if island in self._seen else 0
 
     def process_of(self, island: int, incarnation: int) -> IncarnationRecord | None:
-        """What a process of an island has said of itself; None if that is gone or cannot be read."""
+        """Returns the record of an island's process; None if it is gone or cannot be read."""
         return self.log.read_or_refuse(incarnation_path(island, incarnation), IncarnationRecord)
 
     def _lives(self, incarnation: int) -> bool:
-        """Whether the process of an earlier incarnation gives signs of life; may take as long as the lease."""
+        """Whether the process of an earlier incarnation sends heartbeats; may take as long as the lease."""
         record = self.process_of(self.island, incarnation)
         if record and record.machine and record.machine == _machine() and not _runs(record.pid):
             return False
@@ -366,7 +367,7 @@ class Members:
 
 
 def _beat(of: weakref.ref[Members], nudged: threading.Event, ended: threading.Event) -> None:
-    """Gives heartbeats until they are ended, or nobody has what gives them any more."""
+    """Sends heartbeats until stopped, or until its `Members` object is garbage-collected."""
     while True:
         nudged.wait(HEARTBEAT_SECONDS)
         nudged.clear()
@@ -374,7 +375,7 @@ def _beat(of: weakref.ref[Members], nudged: threading.Event, ended: threading.Ev
         if members is None or ended.is_set():
             return
         members.try_heartbeat()
-        del members  # or it would last as long as this
+        del members  # else this thread would keep it alive
 
 
 def _runs(pid: int) -> bool:
@@ -385,7 +386,7 @@ def _runs(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """Equal exactly for processes that see each other's numbers: one boot of one kernel, one container."""
+    """Identifies the PID namespace: equal for processes of the same boot of a kernel and the same container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""What processes say of themselves in the store: that they have claimed a number, and that they live."""
+"""Records of processes in the store: the claim of an island's number, and heartbeats."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Phase = Literal["joining", "passing", "training", "syncing", "left", "finished"]
 
 
 class IncarnationRecord(Record):
-    """A process that runs as an island.
+    """A process that has claimed an island's number.
 
     Attributes:
-        host: its host's name, for people.
-        machine: the space of process numbers it lives in; "" if unknown.
-        pid: its number there.
+        host: its host's name, for messages.
+        machine: identifies its PID namespace; "" if unknown.
+        pid: its process id there.
         folder: where it writes.
-        identities: the public keys that it believes, by island; none where islands have no identities.
-        nonce: random: of two processes that are otherwise alike, as in containers, one has written the record.
+        identities: the public keys that it trusts, by island; empty if islands have no identities.
+        nonce: random, to tell apart processes that are otherwise alike, as in containers.
     """
 
     host: str
@@ -32,18 +32,18 @@ class IncarnationRecord(Record):
 
 
 class HeartbeatRecord(Record):
-    """An island's sign of life.
+    """An island's heartbeat.
 
     Attributes:
-        count: goes up with every heartbeat.
-        phase: "joining" until it holds the run's state; "passing" while it then lets a round pass, for which nobody is
-            to wait for it; "left" and "finished" are last words.
+        count: increases with every heartbeat.
+        phase: "joining" until it holds the run's state; "passing" while it then skips a round, for which no island
+            should wait for it; "left" and "finished" are final.
         round: rounds completed.
-        steps: inner steps since it last took part in one.
+        steps: inner steps since it last took part in a round.
         num_ranks: processes of the island.
         tokens_per_second: recent speed of the whole island; 0 if unknown.
-        refused: islands in whose name it was shown what it does not believe, each with the last reason.
-        misses: neighbours that a node has lost, and looks for.
+        refused: islands in whose name it received unauthenticated data, each with the last reason.
+        misses: neighbours that a node has lost and is looking for.
     """
 
     count: Number
@@ -57,5 +57,5 @@ class HeartbeatRecord(Record):
 
 
 def incarnation_path(island: int, number: int) -> str:
-    """Where the incarnation of an island's process lies."""
+    """Returns the path of the record of an island's process."""
     return f"incarnations/{island}/{number:06d}.json"

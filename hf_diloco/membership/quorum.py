@@ -1,18 +1,18 @@
-"""Rounds among islands that come and go: who takes part, and whether it happened.
+"""Decides rounds among islands that come and go: who takes part, and whether the round happened.
 
 A round R is tried in attempts A = 0, 1, ... until one is committed:
 
-    offer     island I has put its pseudo-gradient into the store, and says so: weight, norm, digest of the outer
-              state that it starts from
-    plan      create if absent: whose pseudo-gradients are averaged. Written by whoever first sees that all islands
-              that are alive have offered; or a quorum has, and the grace for the others is over
-    vote      island I holds the average, with its digest: more than half of those who vote commit, see `voting`
-    outcome   create if absent: "commit" with the digest of the average, or "abort": those who voted disagree, or there
-              is an offer whose objects could not be used; its island may put them anew for the next attempt
+    offer     island I has put its pseudo-gradient into the store: weight, norm, digest of the outer state that it
+              starts from
+    plan      create if absent: the offers to average. Written by the first island that sees offers of all live
+              islands; or of a quorum, once the grace for the others is over
+    vote      island I holds the average, with its digest: more than half of the voters commit, see `voting`
+    outcome   create if absent: "commit" with the digest of the average, or "abort": the voters disagree, or the
+              objects of an offer are unusable; its island may republish them for the next attempt
 
-What a plan names lies in the store already, so carrying it out needs nobody: any island, also one that comes late or
-was not there at all, computes the same average from the same bytes and takes the same outer step. That is how an
-island catches up, and why a participant that dies costs nobody anything.
+All objects that a plan names are in the store already, so no peer is needed to carry it out: any island, even one that
+comes late or was absent, computes the same average from the same bytes and takes the same outer step. That is how an
+island catches up, and why the death of a participant costs the others nothing.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _POLL_SECONDS = 0.25
 class Quorum:
     """One island's part in deciding rounds; used by the island's leader only.
 
-    All of it raises `StoreError` where the store does not answer.
+    All methods raise `StoreError` if the store does not answer.
 
     Attributes:
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
-        is_awaited: polled while waiting; true ends the grace for those who are late.
+        is_awaited: polled while waiting; true ends the grace for late islands.
     """
 
     members: Members
@@ -75,16 +75,16 @@ class Quorum:
             self.members, self._decisions, self._candidates, self.rules, self.should_stop, self.clock
         )
         self._latest = Attempt(0, 0)
-        self._open: Attempt | None = None  # had no plan when it was looked for; since then others may have written one
+        self._open: Attempt | None = None  # had no plan when last read; a peer may have written one since
         self._doubtful: frozenset[str] = frozenset()
-        self._missing = ""  # the last attempt of which this process has said that it misses the average
+        self._missing = ""  # path of the last record by which this process reported a missing average
 
     def current(self, round_number: int) -> Attempt:
-        """The attempt of a round that counts: the committed one, or the first that has no outcome.
+        """Returns the attempt of a round that counts: the committed one, or the first without an outcome.
 
         Raises:
             PayloadError: the round is committed, but its plan can no longer be read.
-            ExchangeError: another run has taken the place of this one; see `check_run`.
+            ExchangeError: another run has replaced this one; see `check_run`.
             StoreError: the store does not answer; or the round has no attempt left.
         """
         attempt, reason = Attempt(round_number, 0, doubtful=self._doubtful), ""
@@ -113,18 +113,18 @@ class Quorum:
         )
 
     def find(self, round_number: int, state: Digest) -> Attempt | None:
-        """A round that others may have taken long ago, as planned and with its offers; None if it has no plan.
+        """Returns a round, which others may have completed long ago, with plan and offers; None if it has no plan.
 
         Args:
-            state: digest of this island's outer parameters before it.
+            state: digest of this island's outer parameters before the round.
 
         Raises:
-            PayloadError: as `current`; or they have, and nothing of it is in the store any more. It must not be
-                planned a second time.
+            PayloadError: as `current`; or the others have completed the round, and its records are gone, so that it
+                must not be planned again.
             StoreError: as `current`.
         """
         while True:
-            is_over = self.members.is_over(round_number)  # its plan is older than the sign of life that says so
+            is_over = self.members.is_over(round_number)  # first: the plan precedes that heartbeat
             attempt = self.current(round_number)
             if attempt.plan is None:
                 if is_over:
@@ -137,13 +137,13 @@ class Quorum:
                 return planned
 
     def presume_open(self, round_number: int) -> None:
-        """Takes it that nobody has planned a round yet: `agree` then asks no more than it must."""
+        """Assumes that a round has no plan yet, which saves `agree` a read of the store."""
         self._open = Attempt(round_number, 0)
 
     def agree(self, round_number: int, offer: OfferRecord) -> Attempt:
-        """Offers, and waits until it is decided who takes part; returns the attempt with its plan and its offers.
+        """Offers, and waits for the plan; returns the attempt with its plan and offers.
 
-        Raises: as `convene`, but `IslandLostError` for `PayloadError`: `find` says more of a round that is damaged.
+        Raises: as `convene`, but `IslandLostError` instead of `PayloadError`: `find` handles a corrupt round.
         """
         try:
             while True:
@@ -157,7 +157,7 @@ class Quorum:
             raise IslandLostError(str(error)) from None
 
     def _void(self, attempt: Attempt, error: ForgedError) -> None:
-        """Sees to it that an attempt whose plan cannot be read is passed over by all islands."""
+        """Aborts an attempt whose plan cannot be read, so that all islands skip it."""
         check_run(self._log)
         self._voting.withdraw(attempt.path)
         if self._decisions.void(attempt.path, f"its plan cannot be read: {error}").kind == "commit":
@@ -167,14 +167,14 @@ class Quorum:
             )
 
     def convene(self, attempt: Attempt, offer: OfferRecord) -> Attempt:
-        """Offers, and waits until it is decided who takes part; returns the attempt with its plan.
+        """Offers, and waits for the plan; returns the attempt with its plan.
 
-        The plan need not name this island: it may have come too late, or not count.
+        The plan need not include this island: its offer may have come too late, or not count.
 
         Raises:
-            IslandLostError: no quorum within `Rules.patience` seconds, or not so many islands alive.
-            DuplicateIslandError: another process has taken this island's number.
-            StopRequested: this island was asked to stop; the others may use what it has offered.
+            IslandLostError: no quorum within `Rules.patience` seconds, or too few live islands.
+            DuplicateIslandError: another process has claimed this island's number.
+            StopRequested: this island was asked to stop; the others may use its offer.
             PayloadError, ExchangeError, StoreError: as `current`.
         """
         watch, once = self._watch(attempt, offer), [self._check_place]
@@ -190,7 +190,7 @@ class Quorum:
                     *once,
                 )
             except ForgedError:
-                attempt = self.current(attempt.round)  # the next one, or one that others have come to
+                attempt = self.current(attempt.round)  # the next one, or a later one
                 watch = self._watch(attempt, offer)
                 continue
             once = []
@@ -205,7 +205,7 @@ class Quorum:
                 late = self._candidates.awaited(attempt, alive, waited) - offers.keys()
                 if not late or waited >= self.rules.grace or self.is_awaited():
                     wish = self._candidates.plan(attempt, offers)
-                    with contextlib.suppress(ForgedError):  # else the loop sees to it
+                    with contextlib.suppress(ForgedError):  # the next pass of the loop handles it
                         plan = self._decisions.decide_plan(attempt.path, wish)
                         if late and plan == wish:
                             logger.warning("round %d takes place without %s", attempt.round, self._notes.names(late))
@@ -219,12 +219,12 @@ class Quorum:
             wait.look((self._candidates.awaited(attempt, alive, 0.0) or alive.keys()) - offers.keys())
 
     def _check_place(self) -> None:
-        """Sees to it that this process is who it was when it joined, in the run that it joined."""
-        if not self.members.check_incarnation():  # the store has lost it, and all else perhaps
+        """Checks that this process still owns its number, and that the store still holds the same run."""
+        if not self.members.check_incarnation():  # the store has lost the claim, and perhaps all records
             check_run(self._log)
 
     def _watch(self, attempt: Attempt, offer: OfferRecord) -> Watch:
-        """Offers, and says what to ask until there is a plan."""
+        """Offers, and returns the watch to poll until there is a plan."""
         prefixes = [attempt.path, "heartbeats", f"incarnations/{self.members.island}"]
         awaited = self.rules.awaits(plan_path(attempt.path))
         offer = offer.model_copy(update={"heartbeat": self.members.num_heartbeats})
@@ -237,17 +237,17 @@ class Quorum:
         )
 
     def offer(self, attempt: Attempt, offer: OfferRecord) -> None:
-        """Announces this island's pseudo-gradient, without waiting for anybody."""
+        """Publishes an offer of this island, without waiting for a plan."""
         self._log.place(offer_path(attempt, offer), offer)
 
     def with_offers(self, attempt: Attempt, state: Digest) -> Attempt | None:
-        """An attempt with the offers that its plan takes; `state` is that of this island before the round.
+        """Returns an attempt with the offers of its plan; `state`: this island's state before the round.
 
         Returns:
-            None if one cannot be read, or the plan does not count, and the attempt is therefore aborted: look again.
+            None if the plan or one of its offers is invalid, so that the attempt is now aborted: look again.
 
         Raises:
-            PayloadError: the same, but the round is committed.
+            PayloadError: the plan or an offer is invalid, but the round is committed.
         """
         assert attempt.plan is not None
         offers = [self._candidates.read(participant.offer) for participant in attempt.plan.participants]
@@ -261,10 +261,10 @@ class Quorum:
         return None
 
     def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
-        """Votes for an average of its offers, and commits it if more than half of those who vote agree.
+        """Votes for an average, and commits it if more than half of the voters agree.
 
         Returns:
-            What was decided.
+            The outcome that counts.
         """
         wait = self._notes.begin(self.rules.grace, f"round {attempt.round}, vote")
         return self._voting.vote(attempt.path, attempt.offers, mean, wait)
@@ -274,19 +274,19 @@ class Quorum:
         return self._voting.refuse_commit(attempt.path, attempt.plan.islands if attempt.plan else (), mean)
 
     def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
-        """Says that an offer's objects cannot be used; returns what was decided, which may be otherwise."""
+        """Aborts an attempt because an offer's objects are unusable; returns the outcome that counts."""
         record = OutcomeRecord(by=self.members.island, kind="abort", unusable=offer, reason=reason)
         return self._decisions.decide(attempt.path, record)
 
     def revoke(self, attempt: Attempt) -> bool:
-        """Has a committed round whose average is not in the store taken again, if nobody holds it any more.
+        """Revokes a committed round whose average is not in the store, if no island holds the average any more.
 
-        Every participant that misses the average says so: it has come back from before the round, or has not heard of
-        the commit. Once all have, nobody can have come to later rounds either. These go first, so that none is left if
-        this island is killed.
+        Every participant that lacks the average writes a record: it has restarted from before the round, or has not
+        seen the commit. Once all have written theirs, no island can hold the state of a later round either. Later
+        rounds are revoked first, so that none is left over if this island is killed.
 
         Returns:
-            Whether the round is taken again.
+            Whether the round is repeated.
         """
         own = missing_path(attempt.path, self.members.island, self.members.incarnation)
         if own != self._missing and any(offer.island == self.members.island for offer in attempt.offers):
@@ -302,9 +302,9 @@ class Quorum:
         try:
             while (following := self.current(attempt.round + 1 + len(later))).plan is not None:
                 later.append(following)
-            if self.current(attempt.round).number != attempt.number:  # others were faster, and may have gone on since
+            if self.current(attempt.round).number != attempt.number:  # revoked by a peer, which may have gone on since
                 return True
-        except PayloadError:  # a record of one of them is damaged
+        except PayloadError:  # a record of one of them is corrupt
             return False
         reason = f"no island that took round {attempt.round} holds its average any more"
         logger.warning("round %d is taken again: %s", attempt.round, reason)
@@ -314,17 +314,18 @@ class Quorum:
         return True
 
     def processes(self) -> dict[int, int]:
-        """Islands that take part or are about to, each with the incarnation of its process."""
+        """Returns the live islands, each with the incarnation of its process."""
         return {island: self.members.incarnation_of(island) for island in self.members.alive()}
 
     def await_outcome(self, attempt: Attempt, patience: float) -> OutcomeRecord:
-        """Returns how an attempt that other islands carry out is decided; one that nobody does is aborted.
+        """Waits for the outcome of an attempt that other islands carry out; aborts it if none of them does.
 
-        They cannot without this one, if it is a participant: it no longer holds what it has offered, so at most votes
-        are missing. Several participants may be in the same position, and must not wait for each other.
+        If this island is a participant, which no longer holds its offered values, the others cannot succeed without
+        it, unless only votes are missing. So after the grace it aborts. It does not extend the grace for live
+        participants, because several may be in the same position, and must not wait for each other.
 
         Raises:
-            IslandLostError: it is not decided within `patience` seconds.
+            IslandLostError: the attempt is not decided within `patience` seconds.
             StopRequested: this island was asked to stop.
         """
         deadline = self.clock.now() + patience
@@ -350,11 +351,11 @@ class Quorum:
         return outcome
 
     def remember(self, planned: Attempt) -> None:
-        """See `Candidates.remember`. Who had to stay out of the round is on probation in the next one."""
+        """See `Candidates.remember`. Islands that were barred from the round are on probation in the next one."""
         self._candidates.remember(planned.round, planned.agreed)
         self._doubtful = self._latest.barred if self._latest.round == planned.round else frozenset()
 
 
 def _author_in(offer: str) -> str:
-    """Who made an offer, by its path; see `candidates.offer_path`."""
+    """Returns the author of an offer, from its path; see `round_records.offer_path`."""
     return offer.rpartition("/")[2].rpartition("-")[0]

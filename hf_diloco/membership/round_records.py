@@ -1,4 +1,4 @@
-"""What islands write down of rounds: what each brings, who takes part, whether it happened; and of snapshots."""
+"""Records of rounds in the store: offers, plans, outcomes and votes; and records of snapshots."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _NO_EXAMPLES = "no examples behind it"
 
 
 class OfferRecord(Record):
-    """What an island brings to a round.
+    """An island's offer for a round: it is ready, and has a pseudo-gradient to contribute.
 
     Attributes:
-        island, incarnation: who it is.
-        serial: counts what this process has offered.
-        steps: inner steps in it.
-        weight: how much its pseudo-gradient counts.
+        island, incarnation: the process that made it.
+        serial: counts the pseudo-gradients that this process has offered.
+        steps: inner steps in the pseudo-gradient.
+        weight: of the pseudo-gradient in the average.
         norm: its Euclidean norm; None if it is not finite.
         state: digest of the outer parameters that it starts from.
-        objects: one entry a rank: where the pseudo-gradient is (see `transport.objects`), or, where islands
-            exchange directly, which range of it the rank owns; none where membership is fixed.
+        objects: one entry per rank: where its part of the pseudo-gradient is (see `transport.objects`), or, with
+            direct exchange, the range that the rank owns; empty if membership is fixed.
         links: names the direct connections that this island holds.
-        rates: the inner learning rate of each parameter group at its last step, where the method wants them.
-        heartbeat: count of the island's last heartbeat before it: a later one says whether the island still waits.
-        is_last: the island has taken all its steps and, where it anticipates rounds, brings its parameters as well.
+        rates: the inner learning rate of each parameter group at its last step, if the method uses them.
+        heartbeat: count of the island's last heartbeat before it: a later one tells whether the island still waits.
+        is_last: the island has taken all its steps and, in an eager run, contributes its parameters as well.
     """
 
     island: Number
@@ -57,12 +57,12 @@ class OfferRecord(Record):
 
     @property
     def author(self) -> str:
-        """Names the process that made it."""
+        """Name of the process that made it."""
         return author_of(self.island, self.incarnation)
 
 
 class Participant(Record):
-    """An offer that a plan takes: by its path, with the island's weight and norm."""
+    """An offer in a plan: its path, with the island's weight and norm."""
 
     offer: str
     island: Number
@@ -71,14 +71,14 @@ class Participant(Record):
 
 
 class PlanRecord(Record):
-    """Who takes part in an attempt.
+    """The plan of an attempt: its participants.
 
     Attributes:
         by: the island that wrote it.
         state: digest of the outer parameters before the round.
         participants: in the order of the sum.
-        left_out: islands that offered, but whose pseudo-gradient does not count, with the reason.
-        rates: the inner learning rates with which all take the outer step, where the method wants them.
+        left_out: islands whose offers do not count, with the reason.
+        rates: the inner learning rates with which all islands take the outer step, if the method uses them.
     """
 
     by: Number
@@ -89,21 +89,21 @@ class PlanRecord(Record):
 
     @property
     def islands(self) -> frozenset[int]:
-        """Those that take part."""
+        """The participating islands."""
         return frozenset(participant.island for participant in self.participants)
 
 
 class OutcomeRecord(Record):
-    """Whether an attempt happened.
+    """The outcome of an attempt.
 
     Attributes:
         by: the island that wrote it.
-        kind: for all islands, for ever (but see `Quorum.revoke`).
+        kind: final, for all islands (but see `Quorum.revoke`).
         mean: digest of the average, if committed.
-        unusable: the offer whose objects could not be used, if aborted.
-        reason: why aborted.
-        is_split: it was aborted because those who voted do not hold one average, so that nobody can have committed it.
-        lost: islands without which it cannot take place, where all must be there.
+        unusable: path of the offer whose objects were unusable, if aborted for that.
+        reason: of an abort.
+        is_split: aborted because the voters hold different averages, so that no island can have committed it.
+        lost: missing islands, if membership is fixed.
     """
 
     by: Number
@@ -116,12 +116,13 @@ class OutcomeRecord(Record):
 
 
 class VoteRecord(Record):
-    """An island holds an average, or has no vote; or misses the average that was committed (`missing_path`).
+    """An island's vote for an average, or its abstention. Also records that it lacks a committed average
+    (`missing_path`).
 
     Attributes:
         mean: digest of the average; "" for an abstention.
-        reason: why it holds none, where all must.
-        again: it may hold one if the round is taken again.
+        reason: why the island holds no average, if membership is fixed.
+        again: the island asks to repeat the round.
     """
 
     island: Number
@@ -132,14 +133,14 @@ class VoteRecord(Record):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of one round, with what has been written of it.
+    """One attempt of one round, with its records as far as they have been read.
 
     Attributes:
-        round, number: which.
-        plan, outcome: as far as there were some when this was read.
-        unusable: authors of the offers that earlier attempts of the round could not use, one entry an attempt.
-        doubtful: authors whose offers were of no use in the round before: once more is enough.
-        offers: those that the plan takes, in its order, once they have been read.
+        round, number: of the round, and of the attempt in it, from 0.
+        plan, outcome: None if there were none when this was read.
+        unusable: authors of the offers that earlier attempts of the round could not use, one entry per attempt.
+        doubtful: authors barred from the round before: one more unusable offer bars them again.
+        offers: the plan's offers, in its order, once they have been read.
     """
 
     round: int
@@ -152,62 +153,62 @@ class Attempt:
 
     @cached_property
     def path(self) -> str:
-        """Where its records lie."""
+        """The folder of its records."""
         return f"rounds/{self.round:08d}/{self.number:02d}"
 
     @property
     def agreed(self) -> PlanRecord:
-        """The plan, where there is one."""
+        """The plan; there must be one."""
         assert self.plan is not None
         return self.plan
 
     @cached_property
     def participants(self) -> dict[int, float]:
-        """Their weights, by island, in the order of the sum."""
+        """The participants' weights, by island, in the order of the sum."""
         return {participant.island: participant.weight for participant in self.agreed.participants}
 
     @property
     def is_committed(self) -> bool:
-        """Whether the outcome was known, and is that the round happened, when this was read."""
+        """Whether the outcome was a commit when this was read."""
         return self.outcome is not None and self.outcome.kind == "commit"
 
     def place_of(self, island: int) -> int | None:
-        """The island's place among the participants."""
+        """Returns the island's place among the participants; None if it does not take part."""
         return next((place for place, offer in enumerate(self.offers) if offer.island == island), None)
 
     def offer_by(self, island: int) -> OfferRecord | None:
-        """The island's offer, if it takes part."""
+        """Returns the island's offer; None if it does not take part."""
         return next((offer for offer in self.offers if offer.island == island), None)
 
     @property
     def barred(self) -> frozenset[str]:
-        """Authors that stay out of this round: twice their offers were of no use."""
+        """Authors that stay out of this round, because their offers were unusable twice."""
         counts = Counter([*self.unusable, *self.doubtful])
         return frozenset(author for author, count in counts.items() if author and count >= _TRIES)
 
 
 def author_of(island: int, incarnation: int) -> str:
-    """Names one process of one island."""
+    """Returns the name of one process of one island, as "00001-000002"."""
     return f"{island:05d}-{incarnation:06d}"
 
 
 def offer_path(attempt: Attempt, offer: OfferRecord) -> str:
-    """Where an offer to an attempt lies."""
+    """Returns the path of an offer to an attempt."""
     return f"{attempt.path}/offers/{offer.author}-{offer.serial:06d}.json"
 
 
 def vote_path(folder: str, island: int) -> str:
-    """Where an island's vote on the attempt in a folder lies."""
+    """Returns the path of an island's vote on the attempt in a folder."""
     return f"{folder}/votes/{island:05d}.json"
 
 
 def missing_path(folder: str, island: int, incarnation: int) -> str:
-    """Where a process says that it misses the average of the attempt in a folder, in which its island took part."""
+    """Returns the path of the record that a participant's process lacks the average of the attempt in a folder."""
     return f"{folder}/missing/{author_of(island, incarnation)}.json"
 
 
 def payload_bytes(offers: Iterable[OfferRecord]) -> int | None:
-    """Bytes of all objects; one that is offered again in another attempt counts once. None if there are none."""
+    """Returns the bytes of all objects; objects offered in several attempts count once. None if there are none."""
     objects = [info for offer in offers for info in offer.objects]
     if all("path" not in info for info in objects):
         return None
@@ -216,7 +217,7 @@ def payload_bytes(offers: Iterable[OfferRecord]) -> int | None:
 
 
 def why_useless(offer: OfferRecord) -> str:
-    """Why an offer never counts; "" if it may."""
+    """Returns why an offer can never count; "" if it may."""
     if offer.norm is None:
         return "not finite"
     return "" if offer.weight else _NO_EXAMPLES
@@ -228,15 +229,15 @@ def make_plan(
     offers: Mapping[int, OfferRecord],
     reasons: Mapping[int, str] | None = None,
 ) -> PlanRecord:
-    """Of some offers that start from the same state, those that count take part.
+    """Makes a plan of the offers that count. All offers must start from the same state.
 
     Args:
-        attempt: that they are made to.
+        attempt: of the offers.
         by: the island that makes the plan.
-        reasons: why the offer of each island does not count, "" if it does; default: see `why_useless`.
+        reasons: why the offer of each island does not count, "" if it counts; default: see `why_useless`.
 
     Raises:
-        ExchangeError: none counts.
+        ExchangeError: no offer counts.
     """
     participants, rates, left_out = [], [], {}
     for island, offer in sorted(offers.items()):
@@ -259,9 +260,9 @@ def make_plan(
 
 
 def agree_on_rates(rates: Sequence[Sequence[float]]) -> list[float]:
-    """The inner learning rate of each parameter group with which all islands take an outer step.
+    """Returns the inner learning rate of each parameter group with which all islands take an outer step.
 
-    The lower median of the participants': one that they all have comes out as it is.
+    It is the lower median of the participants' rates, so that equal rates stay unchanged.
     """
     return [statistics.median_low(group) for group in zip(*rates, strict=False)]
 
@@ -277,10 +278,10 @@ class SnapshotRecord(Record):
 
     Attributes:
         round: rounds completed.
-        rank, num_ranks: whose part it is, and how many there are.
+        rank, num_ranks: the rank that wrote it, and the number of ranks.
         state: digest of the whole outer parameters.
         tensors: where each tensor's part is (see `transport.objects.ObjectInfo`).
-        numbers: what the method keeps besides, equal on all ranks.
+        numbers: other values of the method's state, equal on all ranks.
     """
 
     round: Number
@@ -293,7 +294,7 @@ class SnapshotRecord(Record):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A whole snapshot: its round, the digest of its outer parameters, and every rank's part."""
+    """A complete snapshot: its round, the digest of its outer parameters, and every rank's part."""
 
     round: int
     state: str
@@ -302,10 +303,10 @@ class Snapshot:
 
 
 def assemble(folder: str, parts: Sequence[SnapshotRecord | None]) -> Snapshot | None:
-    """The snapshot that the parts in a folder make up; None if it is not whole.
+    """Assembles the parts in a folder to a snapshot; returns None if it is incomplete.
 
     Args:
-        parts: in the order of their paths; None for what is no such record, and does not count.
+        parts: in the order of their paths; None for an invalid record, which is ignored.
 
     Raises:
         PayloadError: the parts do not belong together.
@@ -322,6 +323,6 @@ def assemble(folder: str, parts: Sequence[SnapshotRecord | None]) -> Snapshot | 
 
 
 def round_of(path: str) -> int:
-    """The round that a path of a snapshot or payload is of; -1 if it names none."""
+    """Returns the round in the path of a snapshot or payload; -1 if there is none."""
     number = path.partition("/")[2].partition("/")[0]
     return int(number) if number.isdecimal() else -1

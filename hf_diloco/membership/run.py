@@ -1,4 +1,4 @@
-"""The first record of a run in an object store: what all its islands share."""
+"""The first record of a run in an object store, shared by all its islands."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _LOOKS, _LOOK_SECONDS = 5, 1.0
 
 
 class RunRecord(Record):
-    """What all islands of a run share.
+    """The identity and settings of a run.
 
     Attributes:
-        run: random; seals all other records, so that none of another run is taken for one of this.
+        run: random id; seals all other records, so that records of other runs are rejected.
         by: the island that wrote it.
         parent: the run that its first state comes from; "" if it began from fresh weights or another rendezvous.
         num_rounds: rounds after which the run is over; None: each island ends by itself.
-        fingerprint: what must be equal on all islands.
+        fingerprint: facts that must be equal on all islands.
         waits_for_all: membership is fixed: each round needs all islands.
-        unit: what the run calls one that takes part.
+        unit: "island" or "node".
     """
 
     run: str = Field(pattern="^[0-9a-f]{32}$")
@@ -55,12 +55,12 @@ def enter_run(
     """Finds the run in the store, or begins one. `seal`: this island's, of any run.
 
     Returns:
-        Its record, and whether this island began it.
+        The run's record, and whether this island began the run.
 
     Raises:
         FingerprintError: the run trains something else, or in another way.
-        RendezvousError: there is a run that was not begun with this key, or one whose `run.json` is gone, or one of
-            fixed membership; or islands cannot agree in this store.
+        RendezvousError: the store holds a run that was begun with another key, whose `run.json` is gone, or of fixed
+            membership; or the store does not support create-if-absent.
     """
     log = RunLog(store, seal.of(NO_RUN))
     mine = RunRecord(
@@ -85,11 +85,11 @@ def enter_run(
 def announce_run(
     log: RunLog, num_rounds: int | None, fingerprint: Facts, unit: Literal["island", "node"] = "island"
 ) -> None:
-    """Writes down, for people, a run in which nobody comes or goes: it is known already, and nobody waits for this.
+    """Writes the record of a run of fixed membership, in the background. Only tools that show the run read it.
 
     Args:
-        num_rounds: after which it is over; None: unknown.
-        unit: what the run calls one that takes part.
+        num_rounds: after which the run is over; None: unknown.
+        unit: "island" or "node".
     """
     record = RunRecord(
         run=log.seal.run_id,
@@ -105,10 +105,10 @@ def announce_run(
 
 
 def find_run(log: RunLog) -> RunRecord | None:
-    """The record of the run, or None before it has begun.
+    """Returns the record of the run, or None before it has begun.
 
     Raises:
-        RendezvousError: there is one that was not begun with this key.
+        RendezvousError: there is one that was begun with another key.
     """
     try:
         return log.read(RUN_PATH, RunRecord)
@@ -117,13 +117,13 @@ def find_run(log: RunLog) -> RunRecord | None:
 
 
 def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
-    """The run whose other records are there already; None if there are none, or it is of fixed membership.
+    """Reads `run.json` again if other records of a run exist; None if there are none, or membership is fixed.
 
-    `run.json` is written before all others, unless islands wait for each other. Whoever sees others, but not it, has
-    looked too early, or reads it from a network file system that remembers for a while that there was none.
+    `run.json` is written before all other records, unless membership is fixed. A reader that sees others, but not it,
+    was too early, or a network file system has cached its absence.
 
     Raises:
-        RendezvousError: it is gone.
+        RendezvousError: `run.json` is gone.
     """
     paths = [path for path, _ in log.store.list()]
     others = [path for path in paths if path.partition("/")[0] in _PARTS]
@@ -145,15 +145,15 @@ def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
 
 
 def _has_begun(store: ObjectStore) -> bool:
-    """Whether a run of fixed membership has, of which `run.json` may come later than other records."""
+    """Whether a run of fixed membership has begun; its `run.json` may come later than other records."""
     return store.get(MEETING, MAX_RECORD_BYTES) is not None
 
 
 def check_run(log: RunLog) -> None:
-    """Makes sure that nobody has begun another run in the store of a running one.
+    """Checks that no other run has begun in the store of this one.
 
     Raises:
-        ExchangeError: somebody has.
+        ExchangeError: another run has begun there.
     """
     found = RunLog(log.store, log.seal.of(NO_RUN)).read_or_refuse(RUN_PATH, RunRecord)
     if found is not None and found.run != log.seal.run_id:
@@ -165,7 +165,7 @@ def check_run(log: RunLog) -> None:
 
 
 def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRecord, RunLog]:
-    """The run in a store, to look at it.
+    """Opens the run in a store for reading.
 
     Raises:
         RendezvousError: there is none, or it was begun with another key.
@@ -199,10 +199,10 @@ def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
 
 
 def check_welcome(members: Members, clock: Clock) -> None:
-    """Where islands have identities: makes sure that those that are there list this island's.
+    """If islands have identities, checks that all live islands list this island's identity.
 
     Raises:
-        RendezvousError: one does not, or has replaced it; says which.
+        RendezvousError: an island does not list it, or has replaced it; names that island.
     """
     signer, number = members.log.seal.signer, members.island
     if signer is None:
@@ -217,12 +217,12 @@ def check_welcome(members: Members, clock: Clock) -> None:
                     "Give this one the identity_file whose key is listed; or list its key on all islands, and start "
                     f"island {island} again"
                 )
-            clock.sleep(_LOOK_SECONDS)  # it may have said so long ago, and been killed
+            clock.sleep(_LOOK_SECONDS)  # the record may be of a process killed long ago
             if island not in members.alive():
                 break
 
 
 def _lists(members: Members, island: int, own: str) -> bool:
-    """Whether the newest process of an island lists this one's identity."""
+    """Whether the newest process of `island` lists this island's identity `own`, or has left no record."""
     process = members.process_of(island, members.incarnation_of(island))
     return process is None or own in process.identities.get(str(members.island), ())

@@ -1,21 +1,22 @@
-"""Rounds that need all islands: whether all are there, and whether the round happened.
+"""Decides rounds that need all islands: whether all are there, and whether the round happened.
 
-Records and attempts are those of islands that come and go (`membership.quorum`). What "all" makes of them:
+Records and attempts are those of islands that come and go (`membership.quorum`), with these differences:
 
-    offer     goes over the islands' open connections as well, which takes half a round trip; in the store, which may
-              be far away, it is read only where a connection has failed
-    plan      follows from the offers of all, so nobody waits for it or reads it: island 0 writes it for people
-    vote      travels as an offer does, and says why an island holds no average
-    outcome   "commit" takes equal votes of all. "abort" is written by whoever first sees that these will not come:
-              an island is late, gone, leaves, has finished, or could not make the average
+    offer     is also sent over the islands' open connections, which takes half a round trip; it is read from the
+              store, which may be far away, only if a connection has failed
+    plan      follows from the offers of all, so no island waits for it or reads it: island 0 writes it for tools that
+              show the run
+    vote      is sent like an offer, and gives the reason if an island holds no average
+    outcome   "commit" takes equal votes of all. "abort" is written by the first island that sees that these will not
+              come: an island is late, gone, leaves, has finished, or could not compute the average
 
-An abort ends the run on all islands, and says why. Only where all have voted, and their averages differ or values came
-damaged, do they take the round again, in its next attempt.
+An abort ends the run on all islands, and gives the reason. Only if all have voted, and their averages differ or
+transfers were corrupt, do they repeat the round in its next attempt.
 
-An island that holds all offers goes on, though another may leave at that moment: then the exchange fails, and the
-outcome says why. A round never half-happens: whoever gives up waiting writes "abort", and if "commit" was there first,
-reads that and commits. An island must know that its outcome counts: with that, a round takes two round trips, however
-many islands there are.
+An island that has all offers proceeds, even if another leaves at that moment: then the exchange fails, and the outcome
+gives the reason. A round never half-happens: an island that gives up waiting writes "abort", and if "commit" was there
+first, it reads that and commits. An island must learn whether its outcome counts; with that, a round takes two round
+trips, however many islands there are.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ from hf_diloco.utils.threads import call_behind
 logger = logging.getLogger("hf_diloco")
 
 MAX_TRIES = 3
-"""Attempts of one round whose averages differ or come damaged."""
+"""Limit on the attempts of one round, if averages differ or transfers are corrupt."""
 KEPT_ATTEMPTS = 64
-"""Of which plans and outcomes stay in the store, which is in island 0's memory."""
+"""Number of attempts whose plans and outcomes stay in the store, which is in island 0's memory."""
 
 _OTHERS_GO_ON = (
     "and others have more steps to take: give all islands the same number of steps (max_steps, or as many turns of "
@@ -67,8 +68,8 @@ class Unanimity:
         all_gather: of all islands.
         patience: seconds to wait for all offers.
         vote_patience: seconds to wait for all votes.
-        links: who is gone there is not waited for. The first carries messages; without one, the store does. They may
-            be filled later.
+        links: detect islands that are gone. The first link carries messages; without links, the store does. May be
+            filled later.
     """
 
     all_gather: AllGather
@@ -80,20 +81,20 @@ class Unanimity:
     def __post_init__(self) -> None:
         self._island = self.all_gather.island
         self._decisions = Decisions(self.log, self.all_gather.island, self.all_gather.clock)
-        self._next = Attempt(0, 0)  # of a round that is taken again
+        self._next = Attempt(0, 0)  # of a round that is repeated
         self._said: list[str] = []
         self._planned: deque[str] = deque()
 
     def current(self, round_number: int) -> Attempt:
-        """The attempt of a round that comes next."""
+        """Returns the next attempt of a round."""
         return self._next if self._next.round == round_number else Attempt(round_number, 0)
 
     def agree(self, round_number: int, offer: OfferRecord) -> Attempt:
-        """Offers, and waits for the offers of all islands; returns the attempt with its plan and the offers it takes.
+        """Offers, and waits for the offers of all islands; returns the attempt with its plan and offers.
 
         Raises:
             IslandLostError: an island did not come in time, is gone, has left the run, or ends before others do.
-            StopRequested: this island was asked to stop before it knew that all had come.
+            StopRequested: this island was asked to stop before it had all offers.
             DivergedError: the islands start the round from different outer parameters.
             ExchangeError: no island has a pseudo-gradient that counts.
         """
@@ -120,7 +121,7 @@ class Unanimity:
 
     def _plan(self, attempt: Attempt, offers: Mapping[int, OfferRecord]) -> PlanRecord:
         ended = [island for island, offer in sorted(offers.items()) if offer.is_last]
-        if 0 < len(ended) < len(offers):  # the others would not average what these bring beside
+        if 0 < len(ended) < len(offers):  # the others would not average the further vectors
             raise IslandLostError(
                 f"{name_all(ended)} ended with round {attempt.round}, {_OTHERS_GO_ON}; start all islands again: "
                 f"{RESUMES}",
@@ -139,11 +140,11 @@ class Unanimity:
         return plan
 
     def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
-        """Votes for an average, and waits for what is decided: it is committed, or the votes are split.
+        """Votes for an average, and returns the outcome: a commit, or an abort because the votes are split.
 
         Raises:
-            IslandLostError: neither; an island could not make the average, or is lost.
-            StopRequested: likewise, and this island was asked to stop.
+            IslandLostError: any other abort; an island could not compute the average, or is lost.
+            StopRequested: the same, and this island was asked to stop.
         """
         outcome = self._vote(attempt, VoteRecord(island=self._island, mean=mean))
         if outcome.mean != mean and not outcome.is_split:
@@ -151,14 +152,15 @@ class Unanimity:
         return outcome
 
     def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
-        """Says why this island holds no average; returns what is decided.
+        """Votes that this island holds no average, with the reason; returns the outcome.
 
         Args:
-            offer: whose values came damaged, so that the round may be taken again; "" if there is another reason.
+            offer: path of the offer whose values were corrupt, so that the round may be repeated; "" for another
+                reason.
 
         Raises:
-            IslandLostError: another island had given the round up, or left; says why.
-            StopRequested: likewise, and this island was asked to stop.
+            IslandLostError: another island had given up the round, or left; gives the reason.
+            StopRequested: the same, and this island was asked to stop.
         """
         again = bool(offer) and attempt.number + 1 < MAX_TRIES
         outcome = self._vote(attempt, VoteRecord(island=self._island, mean=ABSTENTION, reason=reason, again=again))
@@ -175,11 +177,11 @@ class Unanimity:
         return outcome
 
     def leave(self, round_number: int, finished: bool = False) -> None:
-        """Tells the others that this island takes no part in a round, so that nobody waits for it.
+        """Announces that this island takes no part in a round, so that no island waits for it.
 
         Args:
-            round_number: the first one without it.
-            finished: it has done all that it was to do.
+            round_number: the first round without it.
+            finished: the island has taken all its steps.
         """
         reason = (
             f"ended after round {round_number - 1}, {_OTHERS_GO_ON}"
@@ -198,23 +200,24 @@ class Unanimity:
             raise IslandLostError(f"{damage}; start all islands again: {RESUMES}") from None
 
     def _end(self, outcome: OutcomeRecord) -> DiLoCoError:
-        """The error for a round that is not taken again."""
+        """Returns the error for a round that is not repeated."""
         if outcome.lost and self.all_gather.should_stop():
             return StopRequested()
         reason = outcome.reason or f"island {outcome.by} says that all hold another average"
         return IslandLostError(f"{reason}; start all islands again: {RESUMES}", outcome.lost)
 
-    # What all say
+    # Exchanging records
 
     def _gather(
         self, attempt: Attempt, own: InRound, what: str, patience: float, may_stop: bool = False
     ) -> tuple[dict[int, InRound], list[int], list[int]]:
-        """Says something to all islands, and waits for what they say, unless the attempt is decided before.
+        """Sends a record to all islands, and waits for theirs, unless the attempt is decided before.
 
-        Nobody waits for the store to take what links carry: it is read there only where one of them fails.
+        If links carry the record, this does not wait for the store to take it: peers read it there only if a link
+        fails.
 
         Returns:
-            What they say; who says nothing; and who of those is gone.
+            The records by island; the islands without one; and those of them that are gone.
         """
         path, kind = _path_of(attempt, own), type(own)
         folder = path.rpartition("/")[0]
@@ -230,7 +233,7 @@ class Unanimity:
         put = partial(self.all_gather.guard, partial(self.log.put, path, own))
         links = self.links[0] if self.links else None
         if links and links.send_message(make_message(folder, own), self.all_gather.news.set):
-            call_behind(put, IslandLostError)  # which is met where the store is needed
+            call_behind(put, IslandLostError)  # raised when the store is needed
         else:
             links = None
             put()
@@ -240,8 +243,8 @@ class Unanimity:
         return found, missing, gone
 
     def _tidy(self, attempt: Attempt) -> None:
-        """What this island said in earlier attempts goes, as all have come to this one. Island 0, which keeps the
-        store, also writes the plan, and forgets decisions of long ago."""
+        """Deletes this island's records of earlier attempts, because all islands have reached this one. Island 0,
+        which keeps the store, also writes the plan, and deletes old decisions."""
         plan, gone, self._said = attempt.plan, self._said[:-1], self._said[-1:]
         if self._island == 0:
             self._planned.append(attempt.path)
@@ -263,10 +266,13 @@ def _path_of(attempt: Attempt, record: OfferRecord | VoteRecord) -> str:
 
 
 def verdict(by: int, votes: Mapping[int, VoteRecord], num_islands: int, round_number: int) -> OutcomeRecord:
-    """The outcome that an island is for.
+    """Returns the outcome that follows from the votes.
 
     Args:
-        num_islands: that have a vote.
+        by: the island that writes it.
+        votes: by island.
+        num_islands: number of islands with a vote.
+        round_number: for the reason of an abort.
     """
     abort = partial(OutcomeRecord, by=by, kind="abort")
     silent = [island for island in range(num_islands) if island not in votes]
@@ -281,7 +287,7 @@ def verdict(by: int, votes: Mapping[int, VoteRecord], num_islands: int, round_nu
 
 
 def _differ(votes: Mapping[int, VoteRecord]) -> str:
-    """How averages differ, and who stands against a majority."""
+    """Describes how averages differ, and which islands differ from a majority."""
     usual, count = Counter(vote.mean for vote in votes.values()).most_common(1)[0]
     wrong = [island for island, vote in votes.items() if vote.mean != usual] if 2 * count > len(votes) else []
     of = f" of {plural('island', len(wrong))} {numbers(wrong)}" if wrong else ""

@@ -1,20 +1,20 @@
-"""A round is committed by more than half of those who vote; two that disagree commit nothing.
+"""Votes on averages: a round is committed by more than half of the voters; two that disagree commit nothing.
 
-An island takes its own values from memory and not from the store, so it would not see that they are damaged there; and
-one whose memory is bad would decide for all others if it came first. Each participant of an attempt therefore has one
-place for its vote, which is written once:
+An island takes its own values from memory and not from the store, so it would not notice that they are corrupt there;
+and an island with faulty memory would decide for all others if it came first. So each participant of an attempt has
+one vote, a record that is written once:
 
     rounds/R/A/votes/I.json     the digest of the average that island I holds; or "", an abstention
 
-Whoever has waited long enough for another, or sees that it is gone, writes the abstention in its place: a vote that
-comes later does not count. So what was counted once stays true, and two islands that count at different times never
-find two winners:
+An island that has waited long enough for another, or sees that it is gone, writes the abstention for it; a later vote
+does not count. So votes never change, and two islands that count at different times never find two winners:
 
-    commit      more than half of those that have not abstained hold one digest
-    split       no digest can come to that any more: the attempt is aborted, and the round is taken again
+    commit      more than half of the islands that have not abstained hold the same digest
+    split       no digest can reach that any more: the attempt is aborted, and the round is repeated
 
-That islands compute different averages once may be chance, and more often is a fault. The round is taken again, from
-the same pseudo-gradients: who then comes to another average than before has computed at least one of them wrongly.
+If islands compute different averages once, it may be chance; if it happens more often, it is a fault. The round is
+repeated from the same pseudo-gradients: an island that then computes another average than before has computed at least
+one of the two wrongly.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ from hf_diloco.utils.waiting import Wait
 logger = logging.getLogger("hf_diloco")
 
 MAX_SPLITS = 3
-"""Attempts of one round in which islands disagree, before all end that do not know who is wrong."""
+"""Number of split attempts of one round after which all islands end that cannot tell which one is wrong."""
 _MAX_OUTVOTED = 2
 
 
 def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | None:
-    """The digest that more than half hold of all who have not abstained; "" if none can any more; None if one may yet.
+    """Returns the digest held by more than half of the islands that have not abstained.
 
     Args:
-        participants: who has a vote.
-        votes: what each that has voted holds; "" for an abstention.
+        participants: islands with a vote.
+        votes: the digest that each voter holds; "" for an abstention.
+
+    Returns:
+        "" if no digest can win any more; None if one may still win.
     """
     counts = Counter(votes[island] for island in participants if votes.get(island))
     num_voters = sum(votes.get(island) != ABSTENTION for island in participants)
@@ -58,11 +61,11 @@ def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | Non
 
 @dataclass(eq=False, repr=False)
 class Voting:
-    """One island's part in votes; used by the island's leader only. All of it raises `StoreError` where the store does
+    """One island's part in votes; used by the island's leader only. All methods raise `StoreError` if the store does
     not answer.
 
     Attributes:
-        candidates: the islands that take part, and which of them are at it.
+        candidates: tells which participants are carrying out the attempt.
         should_stop: polled while waiting; true ends the wait.
     """
 
@@ -79,13 +82,13 @@ class Voting:
         self._voted: set[str] = set()  # attempts of one round
 
     def vote(self, folder: str, offers: Sequence[OfferRecord], mean: str, wait: Wait) -> OutcomeRecord:
-        """Says that this island holds an average, if it has a vote, and decides the attempt; returns what counts.
+        """Votes for an average, if this island has a vote, and decides the attempt; returns the outcome that counts.
 
-        Others that have not voted are waited for while they are at it and the grace lasts; where islands exchange
-        directly, also when more than half agree.
+        Waits for other voters while they carry out the attempt and the grace lasts; with direct exchange, even after
+        more than half agree.
 
         Args:
-            offers: that are in it; their islands have a vote.
+            offers: of the attempt; their islands have a vote.
             mean: digest of the average.
         """
         own, participants = self._island, {offer.island for offer in offers}
@@ -125,9 +128,9 @@ class Voting:
         return self.decisions.outcome(folder) or self.decisions.decide(folder, wish)
 
     def withdraw(self, folder: str) -> None:
-        """Abstains in an attempt whose plan cannot be read, if rubbish lies where this island's vote would.
+        """Abstains in an attempt whose plan cannot be read, if this island's vote record there is invalid.
 
-        Others cannot tell that from a vote by which somebody has committed.
+        The other islands cannot tell an invalid record from a vote that led to a commit.
         """
         path = vote_path(folder, self._island)
         is_there = path in self._log.list(f"{folder}/votes/")
@@ -135,14 +138,14 @@ class Voting:
             self._place(folder, self._island, ABSTENTION)
 
     def refuse_commit(self, folder: str, participants: Collection[int], mean: str) -> bool:
-        """Whether the votes speak against an outcome that commits an average; it then counts as damaged.
+        """Whether the votes contradict a commit of an average; the commit then counts as corrupt.
 
         Args:
-            participants: see `vote`.
+            participants: islands with a vote.
             mean: digest of the average.
 
         Raises:
-            IslandLostError: that is not known yet.
+            IslandLostError: too many votes are still missing.
         """
         won_by = winner(participants, self._read(folder, participants, self._log.list(f"{folder}/votes/")))
         if won_by is None:
@@ -155,9 +158,10 @@ class Voting:
         self._log.place(vote_path(folder, island), VoteRecord(island=island, mean=mean))
 
     def _look(self, folder: str, participants: Collection[int], mean: str) -> dict[int, str] | OutcomeRecord:
-        """What each island that has voted holds; the outcome if the attempt is decided.
+        """Returns the vote of each island that has voted, or the outcome if the attempt is decided.
 
-        A commit of another average than this island's counts when the votes are known, as anybody may have written it.
+        A commit of another average than this island's counts only once the votes have a winner, because any island
+        may have written it.
         """
         paths = self._log.list(f"{folder}/")
         outcome = (
@@ -169,17 +173,17 @@ class Voting:
         return votes if outcome is None or winner(participants, votes) is None else outcome
 
     def _read(self, folder: str, participants: Collection[int], paths: Iterable[str]) -> dict[int, str]:
-        """The participants' votes; one in another's name is none, and nobody waits for what else could be there."""
+        """Reads the participants' votes. A vote in another island's name counts as an abstention."""
         places = {vote_path(folder, island): island for island in participants}
         votes = self._log.read_all([path for path in paths if path in places], VoteRecord)
         return {places[path]: vote.mean if vote.island == places[path] else ABSTENTION for path, vote in votes.items()}
 
 
 class Doubts:
-    """What one island knows of its own averages. Equal on all ranks, as what they are told is.
+    """Tracks whether one island's averages are wrong. Equal on all ranks, because all get the same calls.
 
     Args:
-        is_leader: this rank says what happens.
+        is_leader: this rank logs warnings.
     """
 
     def __init__(self, is_leader: bool) -> None:
@@ -187,19 +191,19 @@ class Doubts:
         self._round = 0
         self._num_splits = 0
         self._is_outvoted = False
-        self._num_outvoted = 0  # in a row, over rounds
+        self._num_outvoted = 0  # in a row, across rounds
         self._seen: dict[object, str] = {}
 
     def has(self, number: int) -> bool:
-        """Whether round `number` was decided otherwise than this island would have, or not at all."""
+        """Whether an attempt of round `number` was split, or committed with another average than this island's."""
         return self._round == number and (self._num_splits > 0 or self._is_outvoted)
 
     def judge(self, planned: Attempt, digest: str, outcome: OutcomeRecord) -> str:
-        """Why this island must end after an attempt; "" if it need not.
+        """Returns why this island must end after an attempt; "" if it need not.
 
         Args:
             planned: the attempt, as it was before this island voted.
-            digest: of the average that it holds.
+            digest: of this island's average.
         """
         if planned.round != self._round:
             self._round, self._num_splits, self._is_outvoted, self._seen = planned.round, 0, False, {}
