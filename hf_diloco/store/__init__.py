@@ -1,1 +1,1 @@
-"""Signed records that islands leave for each other, in object storage, a folder, memory or a server of our own."""
+"""Signed records that islands exchange through object storage, a folder, memory or our own server."""

@@ -1,4 +1,4 @@
-"""What stands behind each kind of address: a folder, or an object_store client with its time limits and retries."""
+"""The backend of each URL scheme: a folder, or an object_store client with its timeouts and retries."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from hf_diloco.utils.urls import host_and_port, split_server_url
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore as Client, RetryConfig
 
-PART_BYTES = 5 << 20  # the smallest that S3 takes: a slow uplink must bring each part across in half the time limit
+PART_BYTES = 5 << 20  # S3's minimum: a slow uplink must send each part within half the timeout
 PARTS_IN_FLIGHT = 4
 DELETES_AT_ONCE = 1000
 MAX_ANSWER_BYTES = 192 << 20
-"""Of an answer of our server, which shows less: see `store.changes`."""
+"""Limit for an answer of our server, which sends less: see `store.changes`."""
 
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist")
 SERVER_BUCKET = "runs"
-"""Where a server of `hf-diloco rendezvous` keeps all objects; see `store.server`."""
+"""The bucket that a server of `hf-diloco rendezvous` keeps all objects in; see `store.server`."""
 ENVIRONMENT_PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 _LONGEST_REQUEST = timedelta(hours=1)
 _CONNECTIONS_KEPT = 8
@@ -44,8 +44,8 @@ _memory_lock = threading.Lock()
 
 
 class Backend(Protocol):
-    """What `ObjectStore` asks of it; see `Folder` for what each does. Where there is something, `create` may return
-    that."""
+    """The operations that `ObjectStore` needs; `Folder` documents them. `create` may return the data that the object
+    holds afterwards; None means that it wrote `data`."""
 
     def greet(self) -> None: ...
     def create(self, path: str, data: bytes) -> bytes | None: ...
@@ -91,17 +91,17 @@ class Cloud:
         return bytes(result.bytes())
 
     def read_tagged(self, path: str, limit: int) -> tuple[str, bytes | None]:
-        """A tag that tells an object apart from what lies there later; and its bytes, if no more than `limit`.
+        """Returns the tag of the object's current version, and its bytes if there are no more than `limit`.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such object.
         """
         result = obstore.get(self._client, path)
         is_small = result.meta["size"] <= limit
         return result.meta["e_tag"] or "", bytes(result.bytes()) if is_small else None
 
     def replace(self, path: str, tag: str, data: bytes) -> bool:
-        """Writes an object in place of that which bears a tag; whether `data` is there now."""
+        """Replaces the object if its version still has this tag; returns whether it now holds `data`."""
         try:
             obstore.put(self._client, path, data, mode={"e_tag": tag}, use_multipart=False)
         except (PreconditionError, FileNotFoundError):
@@ -120,7 +120,7 @@ class Cloud:
             batch = list(paths[first : first + DELETES_AT_ONCE])
             try:
                 obstore.delete(self._client, batch)
-            except FileNotFoundError:  # some stores stop at the first that is absent
+            except FileNotFoundError:  # some stores stop at the first absent object
                 for path in batch:
                     self._delete_if_there(path)
 
@@ -146,12 +146,12 @@ class Cloud:
 
 
 class Server(Cloud):
-    """Objects that a server of ours keeps; small ones travel with the questions that only such a server answers.
+    """Objects on a server of ours. Small ones travel in the questions that only such a server answers.
 
     Args:
         address: of the server, as http://HOST:PORT.
-        path: below which this run's objects lie.
-        timeout: seconds without an answer after which a request has failed.
+        path: prefix of this run's objects.
+        timeout: seconds without an answer after which a request fails.
     """
 
     def __init__(self, client: Client, address: str, path: str, timeout: float) -> None:
@@ -162,11 +162,11 @@ class Server(Cloud):
         self._has_answered = False
 
     def greet(self) -> None:
-        self._ask()  # which goes by no proxy, whatever the environment says
+        self._ask()  # bypasses the proxies that the environment names
 
     def create(self, path: str, data: bytes) -> bytes:
         found = self._ask(create={path: data}).created.get(path)
-        if found is None:  # too large to be told, or it cannot be read
+        if found is None:  # an existing object that is too large to send, or unreadable
             raise FileExistsError(path)
         return found
 
@@ -180,7 +180,7 @@ class Server(Cloud):
 
     def read(self, path: str, limit: int) -> bytes:
         _, data = self.read_tagged(path, limit)
-        if data is None:  # too large to be told
+        if data is None:  # too large to send in an answer
             return super().read(path, limit)
         if len(data) > limit:
             raise OverflowError(len(data))
@@ -199,12 +199,12 @@ class Server(Cloud):
         return self.ask(Question(**what))
 
     def ask(self, question: Question) -> Answer:
-        """See `store.question`.
+        """Sends a question; see `store.question`.
 
         Raises:
             ConnectionRefusedError: nobody listens there.
             OSError: no answer, or a refusal.
-            RendezvousError: the server has never known such requests.
+            RendezvousError: the server does not know such requests and has never answered one.
         """
         limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + question.seconds)
         try:
@@ -220,7 +220,7 @@ class Server(Cloud):
             if len(data) > MAX_ANSWER_BYTES:
                 said.close()
                 raise ConnectionError(f"an answer of more than {MAX_ANSWER_BYTES:,} bytes, and none of ours")
-            if said.status == 404 and not self._has_answered:  # else what stands before it does not find it now
+            if said.status == 404 and not self._has_answered:  # a later 404 is a proxy's that cannot reach the server
                 raise RendezvousError(
                     f"the server at {self._connections.host}:{self._connections.port} is of an older version of "
                     "hf_diloco, or none: install this version there, and start `hf-diloco rendezvous` again"
@@ -239,12 +239,12 @@ class Server(Cloud):
 
 
 def lacks_bucket(error: Exception) -> bool:
-    """Whether it is the bucket that does not exist, and not an object."""
+    """Whether the bucket is missing, rather than an object."""
     return _NO_BUCKET.search(str(error)) is not None
 
 
 def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
-    """A client for a checked URL; see `ObjectStore` for the rest."""
+    """Opens the backend of a checked URL; see `ObjectStore` for the arguments."""
     scheme, _, rest = url.partition("://")
     if scheme == "memory":
         with _memory_lock:
@@ -260,7 +260,7 @@ def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
         **client_options(ENVIRONMENT_PREFIX.get(scheme), os.environ),  # type: ignore[typeddict-item]
     }
     retry: RetryConfig = {
-        "max_retries": 1000,  # the time limit is what counts
+        "max_retries": 1000,  # the timeout is the real limit
         "retry_timeout": half,
         "backoff": {
             "init_backoff": timedelta(seconds=min(0.1, timeout / 50)),
@@ -271,22 +271,22 @@ def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
     if server := split_server_url(url):
         scheme, host, port, path = server
         address = f"{scheme}://{host_and_port(host, port)}"
-        if scheme == "http":  # the way of `Server.ask`, by no proxy that the environment may name
+        if scheme == "http":  # connect directly, as `Server.ask` does
             client |= {"allow_http": True, "proxy_url": address, "proxy_excludes": host}
         cloud = _open_server(address, path, client, retry)
-        # Behind TLS there is a proxy, which may not like requests that wait.
+        # With TLS there is a proxy in front, which may not tolerate requests that wait.
         return Server(cloud, address, path, timeout / 2) if scheme == "http" else Cloud(cloud)
     return Cloud(from_url(url, client_options=client, retry_config=retry))
 
 
 def forget_memory(name: str) -> None:
-    """Nobody opens `memory://NAME` any more: it lasts as long as who has it open."""
+    """Removes `memory://NAME` from the registry; its objects live on while a store has them open."""
     with _memory_lock:
         _memory.pop(name, None)
 
 
 def _open_server(address: str, path: str, client: ClientConfig, retry: RetryConfig) -> Client:
-    """Islands are clients of S3 to a server of `hf-diloco rendezvous`, which asks for no credentials."""
+    """Opens an S3 client of an `hf-diloco rendezvous` server, which needs no credentials."""
     return S3Store(
         SERVER_BUCKET,
         prefix=path or None,
@@ -320,10 +320,10 @@ def _open_to_look(folder: Path) -> Backend:
 
 
 def client_options(prefix: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the client would read from the environment by itself, if it were not given options.
+    """Returns the options that the client itself would read from the environment if it were given none.
 
     Args:
-        prefix: of the provider's variables; None: there are none.
+        prefix: of the provider's variables; None if it has none.
     """
     options: dict[str, Any] = {}
     if prefix is None:

@@ -1,4 +1,4 @@
-"""A server's side of `store.question`: tells islands that wait what has changed in a folder."""
+"""The server's side of `store.question`: tells waiting islands what has changed in a folder."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from hf_diloco.store.memory import MemoryFolder
 from hf_diloco.store.question import MAX_DATA_BYTES, Answer, Question, check_path
 
 _STALE_SECONDS = 0.25
-"""How old a look at the folder may be, which somebody may have mounted, though nothing has come by the server."""
+"""Maximum age in seconds of a cached look at the folder: others may have mounted it and change it without the
+server."""
 MAX_ITEMS = 1 << 17
-"""Values in a question, more than its form allows: a value takes its sender two bytes, and a hundred here."""
-_ITEM_SIGNS = b"[", b"{", b","  # which stand in no path, tag or base64
+"""Limit of values in a question, checked before parsing, and above what its schema allows: a value that takes its
+sender two bytes takes a hundred here."""
+_ITEM_SIGNS = b"[", b"{", b","  # never part of a path, a tag or base64
 _MAX_REASON = 1000
 MAX_WAITING = 1024
-"""Questions that wait at a time. A further one is answered at once: islands then ask again after a pause."""
+"""Questions that wait at a time. Further ones are answered at once: islands then ask again after a pause."""
 MAX_WAITING_BYTES = 64 << 20
-"""Of questions that wait at a time, as they were sent; likewise."""
+"""Total size of the waiting questions, as sent; beyond it, too, questions are answered at once."""
 MAX_TOLD_BYTES = 64 << 20
-"""Of objects in all answers that are being sent; and of those below one prefix. Data beyond that are left out."""
+"""Limit of object data in all answers being sent, and below one prefix. Data beyond it are left out."""
 TELL_SECONDS = 300.0
-"""How long an answer may take to be sent."""
+"""Timeout for sending an answer."""
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -37,16 +39,16 @@ Found = dict[str, tuple[str, bytes | None]]
 
 
 class Do(Protocol):
-    """Calls a function, perhaps in a thread, and returns what that returns."""
+    """Calls a function, perhaps in a thread, and returns its result."""
 
     def __call__(self, call: Callable[..., T], /, *args: Any, **named: Any) -> Coroutine[Any, Any, T]: ...
 
 
 class Changes:
-    """The questions of all islands about one folder.
+    """Answers the questions of all islands about one folder.
 
     Args:
-        do: has it do something.
+        do: runs the folder's operations, perhaps in a thread.
     """
 
     def __init__(self, folder: Folder | MemoryFolder, do: Do) -> None:
@@ -60,7 +62,7 @@ class Changes:
 
     @web.middleware
     async def notice(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Wakes all that wait after a request that may have changed something."""
+        """Wakes all waiting questions after a request that may have changed the folder."""
         try:
             return await handler(request)
         finally:
@@ -68,7 +70,7 @@ class Changes:
                 self._tell()
 
     async def end(self, _: web.Application) -> None:
-        """Forgets what was seen last."""
+        """Drops the cached looks at the folder."""
         self._looks.clear()
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -96,7 +98,8 @@ class Changes:
     async def _send(
         self, request: web.Request, created: dict[str, bytes | None], objects: Found, known: dict[str, str]
     ) -> web.Response:
-        """Answers; what is too much beside all that is being sent is left out, and whoever needs it asks for it."""
+        """Sends an answer. Data that exceed the limit of all answers in flight are left out, and islands request them
+        separately."""
         left = MAX_TOLD_BYTES - self._bytes_told
 
         def within(data: bytes | None) -> bytes | None:
@@ -127,7 +130,7 @@ class Changes:
         return response
 
     async def _write(self, root: str, question: Question) -> dict[str, bytes | None]:
-        """Writes what an island wants to be there; returns what lies where that depends on what lay there."""
+        """Does the writes of a question; returns the data now at each path that it creates or replaces."""
         found = {path: await self._create(f"{root}/{path}", data) for path, data in question.create.items()}
         for path, (tag, data) in question.replace.items():
             found[path] = await self._replace(f"{root}/{path}", tag, data)
@@ -138,15 +141,15 @@ class Changes:
         return found
 
     async def _await_change(self, root: str, question: Question, may_wait: bool) -> Found:
-        """All objects below the prefixes, once they are others than those known, and what is awaited is among them or
-        did not come in time; at the latest when the time is over."""
+        """Waits until the objects below the prefixes differ from the known ones and the awaited object is there or its
+        linger time is over, at most until the question's time is over; returns all of them."""
         clock = asyncio.get_running_loop().time
         awaited, linger = (f"{root}/{one.path}", one.linger) if (one := question.awaited) else ("", 0.0)
         known = {f"{root}/{path}": tag for path, tag in (question.known or {}).items()}
         is_news = question.known is None
         until = clock() + (linger if is_news else question.seconds)
         while True:
-            changed = self._changed  # before looking: what comes meanwhile is not missed
+            changed = self._changed  # before looking, so that no later change is missed
             found: Found = {}
             for prefix in question.prefixes:
                 found |= await self._look(f"{root}/{prefix}")
@@ -162,7 +165,7 @@ class Changes:
                 await asyncio.wait_for(changed.wait(), min(left, 2 * _STALE_SECONDS))
 
     async def _create(self, path: str, data: bytes) -> bytes | None:
-        """What lies at a path then; None if that cannot be read."""
+        """Creates an object unless it exists; returns its data, None if unreadable."""
 
         def create() -> bytes | None:
             try:
@@ -174,7 +177,7 @@ class Changes:
         return await self._do(create)
 
     async def _replace(self, path: str, tag: str, data: bytes) -> bytes | None:
-        """What lies at a path, once `data` is there if it was what the tag says; None if that cannot be read."""
+        """Replaces the object if it still has this tag; returns its data now, None if unreadable."""
 
         def replace() -> bytes | None:
             found = self._read_some([path]).get(path)
@@ -192,14 +195,14 @@ class Changes:
         self._changed = asyncio.Event()
 
     async def _look(self, prefix: str) -> Found:
-        """All objects below a prefix. Islands that ask at the same time share one look at the folder."""
+        """Returns all objects below a prefix. Concurrent questions share one look at the folder."""
         now = asyncio.get_running_loop().time()
         count, at, task = self._looks.get(prefix, (-1, now, None))
         if task is None or count != self._count or now - at >= _STALE_SECONDS:
             self._looks = {name: look for name, look in self._looks.items() if now - look[1] < _STALE_SECONDS}
             task = asyncio.create_task(self._do(self._read_all, prefix))
             self._looks[prefix] = self._count, now, task
-        return await asyncio.shield(task)  # others may want it if this island goes
+        return await asyncio.shield(task)  # other questions may need the look if this island disconnects
 
     def _read_all(self, prefix: str) -> Found:
         found: Found = {}
@@ -213,13 +216,14 @@ class Changes:
         return found
 
     def _read_some(self, paths: Sequence[str]) -> Found:
-        """Those of some objects that are there."""
+        """Reads several objects; leaves out absent ones."""
         found = {path: self._read(path) for path in paths}
         return {path: read for path, read in found.items() if read[0] != _ABSENT}
 
     def _read(self, path: str) -> tuple[str, bytes | None]:
         try:
             data = self._folder.read(path, MAX_DATA_BYTES)
-        except (FileNotFoundError, NoFileError, OverflowError) as error:  # who needs it learns the reason by itself
+        # an island that needs the object gets the reason when it reads it
+        except (FileNotFoundError, NoFileError, OverflowError) as error:
             return type(error).__name__, None
         return xxhash.xxh3_64_hexdigest(data), data

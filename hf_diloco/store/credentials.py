@@ -28,7 +28,7 @@ MAX_KEY_FILE_BYTES = 4096
 
 
 class KeySettings(Protocol):
-    """The settings that say where the secrets are, and whom to believe; see `DiLoCoConfig`."""
+    """The settings that say where the secrets are, and which identities to trust; see `DiLoCoConfig`."""
 
     @property
     def key_file(self) -> Path | None: ...
@@ -51,13 +51,13 @@ class KeySettings(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Credentials(Secret):
-    """What an island proves who it is with, and keeps secrets by.
+    """The secrets with which an island authenticates and encrypts.
 
     Attributes:
         key: the run's; empty for none.
-        signer: its identity; None if islands of this run have none.
-        encrypt: whether what goes directly between islands is encrypted.
-        encrypts_store: whether what lies in an object store is.
+        signer: the island's identity; None if islands of this run have none.
+        encrypt: whether direct traffic between islands is encrypted.
+        encrypts_store: whether records and objects in an object store are encrypted.
     """
 
     key: bytes = b""
@@ -66,17 +66,17 @@ class Credentials(Secret):
     encrypts_store: bool = False
 
     def seal(self, run_id: str) -> Seal:
-        """For the records of a run."""
+        """Returns the seal for the records of a run."""
         return Seal(self.key, run_id, self.signer, self.encrypts_store)
 
     def link_key(self, run_id: str) -> LinkKey | None:
-        """For connections of a run; None without a key."""
+        """Returns the key for connections of a run; None without a key."""
         if not self.key:
             return None
         return LinkKey(derive(self.key, "connections", run_id), self.encrypt, self.signer)
 
     def facts(self, is_direct: bool) -> dict[str, str]:
-        """What all islands must do alike with their keys; without one, nothing.
+        """Returns the security settings that all islands must share; empty without a key.
 
         Args:
             is_direct: whether values go directly from island to island.
@@ -92,11 +92,11 @@ class Credentials(Secret):
 
 
 def find_credentials(config: KeySettings, number: int, unit: str = "island") -> Credentials:
-    """This island's secrets, as its settings and the environment name them.
+    """Loads this island's secrets from its settings and the environment.
 
     Args:
         config: see `KeySettings`.
-        unit: what the run calls one that takes part.
+        unit: what the run calls a participant.
 
     Raises:
         ConfigError: a file cannot be read, or others can read it; a key is missing, too short, or not listed for this
@@ -131,10 +131,10 @@ def _find_signer(config: KeySettings, number: int, unit: str) -> Signer | None:
 
 
 def find_key(config: KeySettings) -> bytes:
-    """The run's key; empty if there is none.
+    """Loads the run's key; empty if there is none.
 
     Raises:
-        ConfigError: as `load_key`; or there is none, and `require_key` wants one.
+        ConfigError: as `load_key`; or there is no key, and `require_key` demands one.
     """
     key = load_key(config.key_file)
     if config.require_key and not key:
@@ -160,7 +160,7 @@ def load_key(key_file: Path | None) -> bytes:
 
 
 def _read_secret(path: Path, setting: str, remedy: str) -> bytes:
-    """A file that nobody else on this machine may read."""
+    """Reads a file; refuses it if other users of this machine can read it."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -184,13 +184,13 @@ def _checked(key: bytes, origin: str) -> bytes:
 
 
 def load_identity(file: Path | None, number: int) -> Ed25519PrivateKey | None:
-    """An island's private key: of a file, else of HF_DILOCO_IDENTITY, else none.
+    """Loads an island's private key: from a file, else from HF_DILOCO_IDENTITY, else None.
 
     Args:
-        file: in which `{island}` or `{node}` stands for the number.
+        file: `{island}` or `{node}` in its path stands for the number.
 
     Raises:
-        ConfigError: the file cannot be read, or others on this machine can read it, or it is no such key.
+        ConfigError: the file cannot be read, or others on this machine can read it, or it is not an Ed25519 key.
     """
     if file is not None:
         path = identity_path(file, number)
@@ -201,14 +201,14 @@ def load_identity(file: Path | None, number: int) -> Ed25519PrivateKey | None:
 
 
 def identity_path(file: Path | str, number: int) -> Path:
-    """Where one island's private key lies; see `load_identity`."""
+    """Returns the path of one island's private key; see `load_identity`."""
     return Path(str(file).replace("{island}", str(number)).replace("{node}", str(number)))
 
 
 def _parse_identity(data: bytes, origin: str) -> Ed25519PrivateKey:
     try:
         private = load_pem_private_key(data, password=None)
-    except (ValueError, TypeError):  # no PEM; or protected by a password
+    except (ValueError, TypeError):  # not PEM, or protected by a password
         private = None
     if not isinstance(private, Ed25519PrivateKey):
         raise ConfigError(f"{origin} is no Ed25519 private key in PEM: make one by `hf-diloco keys make FILE`")
@@ -216,10 +216,10 @@ def _parse_identity(data: bytes, origin: str) -> Ed25519PrivateKey:
 
 
 def make_identity(path: Path) -> Ed25519PrivateKey:
-    """Writes a new private key to a file that only this user can read: PKCS 8 in PEM.
+    """Generates a private key and writes it to a file that only this user can read: PKCS #8 in PEM.
 
     Raises:
-        ConfigError: there is a file already, or it cannot be written.
+        ConfigError: the file exists, or cannot be written.
     """
     private = Ed25519PrivateKey.generate()
     _write_secret(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -227,10 +227,10 @@ def make_identity(path: Path) -> Ed25519PrivateKey:
 
 
 def make_key(path: Path) -> None:
-    """Writes a new run's key to a file that only this user can read.
+    """Generates a run's key and writes it to a file that only this user can read.
 
     Raises:
-        ConfigError: there is a file already, or it cannot be written.
+        ConfigError: the file exists, or cannot be written.
     """
     _write_secret(path, f"{secrets.token_hex(32)}\n".encode())
 

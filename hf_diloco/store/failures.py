@@ -1,4 +1,4 @@
-"""What the refusals and silences of an object store mean, and what people can do about them."""
+"""Interprets the errors and timeouts of an object store, and says what users can do about them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CREDENTIALS = {
 _DENIAL = re.compile(
     r"status code: 40[13]|AccessDenied|ExpiredToken|[Cc]redential|SecretAccessKey|169\.254\.169\.254|metadata\.google"
 )
-_PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN)  # a network file system's
-KEEPER_GONE = "who keeps it has ended, or cannot be reached"  # of a store that an island or a node keeps
-_LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429} | {501}  # answers that asking again does not change
+_PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN)  # transient errors of a network file system
+KEEPER_GONE = "who keeps it has ended, or cannot be reached"  # of a store that an island or a node hosts
+_LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429} | {501}  # status codes that a retry does not change
 _CAUSES = (
     (
         r"RequestTimeTooSkewed|RequestExpired|reasonable timeframe",
@@ -36,7 +36,7 @@ _CAUSES = (
         "the proxy that the environment names (HTTPS_PROXY) wants a password; or name the store in NO_PROXY",
     ),
 )
-"""What asking again does not change either, by the store's words, and what people can do about it."""
+"""Further failures that a retry does not change, as patterns of the store's error text, with the remedy."""
 
 
 class CutShortError(StoreError):
@@ -44,11 +44,11 @@ class CutShortError(StoreError):
 
 
 class TooLargeError(StoreError):
-    """An object is larger than what it is to be read as."""
+    """An object is larger than its reader's limit."""
 
 
 class UnreadableError(StoreError):
-    """What lies where an object should be is a symbolic link, a folder or a device: nobody reads it."""
+    """A symbolic link, a folder or a device lies where an object should be, and is not read."""
 
 
 class AbsentError(Exception):
@@ -60,12 +60,12 @@ class UnsettledError(Exception):
 
 
 class Failures:
-    """What failures of one store mean.
+    """Interprets failures of one store.
 
     Args:
-        timeout: seconds after which it counts as lost.
-        read_only: nothing is to be written there.
-        gone_after: an island or a node keeps it, for as long as it takes part; see `ObjectStore`.
+        timeout: seconds after which the store counts as lost.
+        read_only: the caller only reads.
+        gone_after: set if an island or a node hosts the store, for as long as it takes part; see `ObjectStore`.
     """
 
     def __init__(self, url: str, timeout: float, read_only: bool, gone_after: float | None) -> None:
@@ -76,7 +76,7 @@ class Failures:
         self._read_only = read_only
 
     def may_pass(self, error: Exception) -> bool:
-        """Whether asking again may help."""
+        """Whether a retry may help."""
         if isinstance(error, UnsettledError):
             return True
         if isinstance(error, NoFileError):
@@ -85,13 +85,13 @@ class Failures:
             return True
         if self._scheme in ("file", "memory") or isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return False
-        if "builder error" in str(error) or _remedy_of(error):  # the former: http where only https is allowed
+        if "builder error" in str(error) or _remedy_of(error):  # "builder error": http where only https is allowed
             return False
         status = re.search(r"status code: (\d{3})", str(error))
         return not (status and int(status[1]) in _LASTING)
 
     def told(self, verb: str, path: str, error: Exception) -> StoreError:
-        """The error for what a store did not do to an object."""
+        """Returns the error to raise for an operation on an object that failed."""
         if isinstance(error, NoFileError):
             return UnreadableError(f"{self._url}: {error.filename} {error.strerror}: remove it")
         is_unsettled = isinstance(error, UnsettledError)
@@ -100,7 +100,7 @@ class Failures:
         return kind(f"{self._url} does not {verb} {path or 'its objects'} ({reason}): {self.remedy(error)}")
 
     def remedy(self, error: Exception | None = None) -> str:
-        """What a person can do; without an error, where the store could not even be opened."""
+        """Returns what the user can do; without an error, if the store could not even be opened."""
         text = str(error)
         if self._scheme in ("file", "memory") and self._read_only:
             return "give the rendezvous of a run, on a machine that can read it"
@@ -132,7 +132,7 @@ class Failures:
 
 
 def _remedy_of(error: Exception | None) -> str:
-    """What to do about one of `_CAUSES`; "" if it is another."""
+    """Returns the remedy for one of `_CAUSES`; "" for other errors."""
     return next((remedy for words, remedy in _CAUSES if re.search(words, str(error))), "")
 
 
@@ -144,7 +144,7 @@ def is_full(error: Exception) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """The store's own words in one line, without the request's address, which may hold a signature."""
+    """Returns the store's own error text in one line, without the request's address, which may hold a signature."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error)
@@ -154,7 +154,7 @@ def reason_of(error: Exception) -> str:
     status = re.search(r"status code: (\d{3}[A-Za-z ]*)", text)
     if status:
         return status[1].strip()
-    if named := re.findall(r'message: "([^"\n]+)"', text):  # the operating system's
+    if named := re.findall(r'message: "([^"\n]+)"', text):  # the operating system's message
         return str(named[-1])
     if "TimedOut" in text or "timed out" in text:
         return "no answer in time"

@@ -1,13 +1,13 @@
 """Objects as files of a folder, such as a network file system that several machines mount.
 
-A reader sees an object whole or not at all, and what was written stays when the power fails: a file is written under
-another name (`NAME#...`, which no object has), flushed to the disk, given its name in one step (renamed; or, to create
-it only if absent, linked), and then the folder is flushed. A writer that is killed leaves at most such an unfinished
-file, or an empty folder; `unfinished` finds them.
+A reader sees an object whole or not at all, and a completed write survives a power failure: each file is written under
+a temporary name (`NAME#...`, which no object has), flushed to the disk, and given its name in one atomic step (a
+rename; or a hard link, to create it only if absent). Then the folder is flushed. A writer that is killed leaves at
+most such an unfinished file, or an empty folder; `unfinished` finds them.
 
 Symbolic links below the folder are never followed, neither to files nor to folders, to read, list, write or delete:
-whoever may write here could otherwise have another folder's files deleted. What is no file (a link, a device) counts
-as an object that cannot be read. Nor are folders below folders followed without end: only as far as paths may go.
+otherwise anyone who can write here could have files of another folder deleted. Anything but a regular file (a link, a
+device) counts as an unreadable object. Folders are searched only as deep as object paths may go.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from hf_diloco.utils.urls import MAX_SERVED_PATH
 
 UNFINISHED = "#"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LOST_AND_FOUND = "lost+found"  # at the top of a disk, which only root may read
+_LOST_AND_FOUND = "lost+found"  # at the top of a file system; only root may read it
 _TRIES = 20
 _PIECE_BYTES = 1 << 18
 _LAST_TIME = datetime.max.replace(tzinfo=UTC).timestamp() - 1
 
 
 class NoFileError(OSError):
-    """What lies where an object should be is a symbolic link, a folder or a device."""
+    """A symbolic link, a folder or a device lies where an object should be."""
 
 
 class GoneError(OSError):
-    """The whole folder is gone, or another is in its place."""
+    """The whole folder is gone, or was replaced by another one."""
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """An object as a list shows it: its path, its size in bytes, and when it was written, by the store's clock."""
+    """A listed object: its path, its size in bytes, and its modification time by the store's clock."""
 
     path: str
     size: int
@@ -53,14 +53,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Opened:
-    """An object that somebody reads: size and time as in `Entry`; `read` returns so many bytes from one on."""
+    """An object open for reading: size and time as in `Entry`; `read(start, length)` returns its bytes."""
 
     size: int
     modified: datetime
     read: Callable[[int, int], bytes]
 
     def pieces(self, start: int, end: int, most: int = 1 << 26) -> Iterator[bytes]:
-        """Its bytes [start, end), at most so many at a time, as far as they are there."""
+        """Yields the bytes [start, end), at most `most` at a time; ends early where the object does."""
         while start < end and (piece := self.read(start, min(end - start, most))):
             yield piece
             start += len(piece)
@@ -80,16 +80,16 @@ class Folder:
     # Reading
 
     def greet(self) -> None:
-        """Raises `OSError` if the folder cannot be looked at."""
+        """Raises `OSError` if the folder cannot be read."""
         self.find("checks")
 
     def read(self, path: str, limit: int) -> bytes:
-        """A whole file.
+        """Reads a whole file.
 
         Raises:
-            FileNotFoundError: there is none.
-            NoFileError: it is no file.
-            OverflowError: it has more than `limit` bytes; its only argument says how many.
+            FileNotFoundError: there is no such file.
+            NoFileError: it is not a regular file.
+            OverflowError: it has more than `limit` bytes; the only argument is its size.
         """
         with self.opened(path) as file:
             if file.size > limit:
@@ -97,21 +97,21 @@ class Folder:
             return b"".join(file.pieces(0, file.size))
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
-        """The bytes [start, end) of a file, fewer where it ends before; raises as `read`."""
+        """Reads the bytes [start, end) of a file, fewer if it ends earlier; raises as `read`."""
         with self.opened(path) as file:
             return b"".join(file.pieces(start, end))
 
     def find(self, prefix: str = "") -> list[Entry]:
-        """All files below a folder, but unfinished ones."""
+        """Lists all files below a folder, except unfinished ones."""
         return [entry for entry in self._walk(prefix) if UNFINISHED not in entry.path]
 
     def unfinished(self, after: str = "") -> list[Entry]:
-        """Files that nobody has finished writing, and empty folders (paths that end in a slash); see `ObjectStore`."""
+        """Lists unfinished files, and empty folders as paths with a trailing slash; see `ObjectStore`."""
         empty: list[Entry] = []
         return [entry for entry in self._walk("", empty, after=after) if UNFINISHED in entry.path] + empty
 
     def links(self) -> list[str]:
-        """Paths of what is neither a file nor a folder, and of folders too deep to be looked into."""
+        """Lists paths that are neither files nor folders, and folders too deep to search."""
         odd: list[str] = []
         list(self._walk("", odd=odd))
         return odd
@@ -146,12 +146,12 @@ class Folder:
     # Writing
 
     def create(self, path: str, data: bytes) -> None:
-        """Writes a file unless there is something.
+        """Writes a file if its path is free.
 
         Raises:
-            FileExistsError: there is.
+            FileExistsError: the path is taken.
         """
-        if self._is_taken(path):  # spares the disk the work
+        if self._is_taken(path):  # saves writing a temporary file
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         self._write(path, [data], _link)
 
@@ -167,16 +167,16 @@ class Folder:
     def put(
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
     ) -> None:
-        """Writes a file, in place of what is there.
+        """Writes a file, and replaces an existing one.
 
         Args:
-            pace: called with a number of bytes before so many are written; returns when they may.
-            is_lasting: it must outlast a loss of power.
+            pace: called with a number of bytes before they are written; returns when they may be.
+            is_lasting: the file must survive a power failure.
         """
         self._write(path, cut(data, pace), _rename, is_lasting)
 
     def assemble(self, path: str, pieces: Iterable[bytes]) -> None:
-        """Writes a file of pieces, in place of what is there."""
+        """Writes a file from pieces, and replaces an existing one."""
         self._write(path, pieces, _rename)
 
     def _write(
@@ -210,7 +210,8 @@ class Folder:
             os.close(folder)
 
     def _begin(self, parent: str, unfinished: str, is_lasting: bool) -> tuple[int, int]:
-        """Makes the folders on the way and an empty file; another island may be removing one that is empty."""
+        """Creates missing parent folders and an empty file; retries if another island removes an empty folder
+        meanwhile."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 folder = self._enter(parent, is_lasting)
@@ -225,7 +226,7 @@ class Folder:
     # Removing
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Removes files or links, and the folders above that this leaves empty; those that are absent are fine."""
+        """Removes files or links, and parent folders that become empty; absent files are no error."""
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 self._remove(path)
@@ -237,7 +238,7 @@ class Folder:
         self._drop_empty(parent)
 
     def drop(self, path: str) -> None:
-        """Removes what `unfinished` found, if it is still there."""
+        """Removes an entry that `unfinished` found, if it is still there."""
         if path.endswith("/"):
             self._drop_empty(path.rstrip("/"))
         else:
@@ -247,7 +248,7 @@ class Folder:
         """Moves a file or link, without following it.
 
         Raises:
-            FileExistsError: there is something at `target`.
+            FileExistsError: `target` is taken.
         """
         (parent, _, name), (to_parent, _, to_name) = path.rpartition("/"), target.rpartition("/")
         with self._within(parent) as folder, self._within(to_parent, is_lasting=True) as to_folder:
@@ -258,13 +259,13 @@ class Folder:
         self._drop_empty(parent)
 
     def _drop_empty(self, folder: str) -> None:
-        """Removes a folder and those above it, as far as they are empty."""
+        """Removes a folder and its parents as long as they are empty."""
         while folder:
             parent, _, name = folder.rpartition("/")
             try:
                 with self._within(parent) as above:
                     os.rmdir(name, dir_fd=above)
-            except OSError:  # not empty, or another island has removed it
+            except OSError:  # not empty, or removed by another island
                 return
             folder = parent
 
@@ -272,7 +273,7 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Opened]:
-        """A file: what is written in its place meanwhile is another one. Raises as `read`."""
+        """Opens a file for reading; if it is replaced meanwhile, this still reads the old one. Raises as `read`."""
         parent, _, name = path.rpartition("/")
         with self._within(parent) as folder, _no_file_is_told(path):
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -286,7 +287,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _within(self, folder: str, is_lasting: bool | None = None) -> Iterator[int]:
-        """As `_enter`, for a while."""
+        """`_enter` as a context manager."""
         here = self._enter(folder, is_lasting)
         try:
             yield here
@@ -298,7 +299,7 @@ class Folder:
 
         Args:
             folder: its path; "" for the root.
-            is_lasting: None: it is there. Else it is made; true: so that it outlasts a loss of power.
+            is_lasting: None if the folder exists. Otherwise it is created; with True it survives a power failure.
         """
         here = self._open_root()
         done: list[str] = []
@@ -333,11 +334,11 @@ def _make(name: str, folder: int, is_lasting: bool) -> None:
 
 
 def _flush(folder: int) -> None:
-    """Has the entries of a folder on the disk, as far as its file system can do that."""
+    """Flushes a folder's entries to the disk, if its file system supports that."""
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # what some say of folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush folders
             raise
 
 
@@ -358,7 +359,7 @@ def _rename(unfinished: str, name: str, folder: int) -> None:
 
 @contextlib.contextmanager
 def _clearing_up_is_told(path: str) -> Iterator[None]:
-    """While this process hung, another one may have taken its file for one that nobody finishes: it may try again."""
+    """Raises a retryable error if another process removed this one's file as unfinished while this process hung."""
     try:
         yield
     except FileNotFoundError:
@@ -376,7 +377,7 @@ def _no_file_is_told(path: str) -> Iterator[None]:
 
 
 def cut(view: memoryview[Any], pace: Callable[[int], None] | None = None) -> Iterator[memoryview[Any]]:
-    """Pieces of bytes, each when it may be written; see `Folder.put`."""
+    """Yields pieces of the bytes, each as soon as it may be written; see `Folder.put`."""
     for low in range(0, len(view), _PIECE_BYTES):
         piece = view[low : low + _PIECE_BYTES]
         if pace:
@@ -391,5 +392,5 @@ def _write_all(file: int, piece: bytes | memoryview[Any]) -> None:
 
 
 def _time(found: os.stat_result) -> datetime:
-    """When a file was written; anybody may have set that to what is no date."""
+    """Returns a file's modification time; out-of-range values, which anyone may set, are clamped."""
     return datetime.fromtimestamp(min(max(found.st_mtime, 0.0), _LAST_TIME), UTC)

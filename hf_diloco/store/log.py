@@ -2,20 +2,20 @@
 
     run.json                          what all islands share; the first island writes it
     start.json                        which snapshot the run starts from
-    incarnations/I/N.json                   the N-th process that ran as island I
-    heartbeats/I/N.json                    its sign of life, overwritten every few seconds
-    rounds/R/A/offers/I-N-S.json      what island I brings to attempt A of round R: the last one counts
+    incarnations/I/N.json             the N-th process that ran as island I
+    heartbeats/I/N.json               its heartbeat, overwritten every few seconds
+    rounds/R/A/offers/I-N-S.json      island I's offer for attempt A of round R: the last one counts
     rounds/R/A/plan.json              who takes part
-    rounds/R/A/votes/I.json           island I holds the average, or has no vote
-    rounds/R/A/outcome.json           whether it happened (outcome-2.json where that is damaged)
-    rounds/R/A/missing/I-N.json       island I misses what was committed, of a direct exchange
-    rounds/R/A/revoked.json           it happened, but nobody holds its average any more, of a direct exchange
+    rounds/R/A/votes/I.json           island I holds the average, or abstains
+    rounds/R/A/outcome.json           whether the round is committed (outcome-2.json if that record is damaged)
+    rounds/R/A/missing/I-N.json       island I misses the committed average, of a direct exchange
+    rounds/R/A/revoked.json           committed, but nobody holds its average any more, of a direct exchange
     rounds/R/A/mean/rank-K.json       where one rank's part of the average is, of a direct exchange
-    links/KEY.json                    how the participants of a direct exchange find each other
-    values/KEY.json                   what islands of fixed membership, and nodes, tell each other beside rounds
+    links/KEY.json                    how the participants of a direct exchange connect
+    values/KEY.json                   values of islands with fixed membership, and of nodes, outside rounds
     snapshots/R/I-N/rank-K.json       where one rank's part of the outer state after round R is
 
-Everything that is decided rests on the store's *create if absent*: whoever writes first decides, all others read it.
+Every decision rests on the store's *create if absent*: the first writer decides, and all others read its record.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _QUESTIONS_AT_ONCE = 16
 
 
 class Record(BaseModel):
-    """A record of the log: unknown keys, numbers that are not finite and other types are refused."""
+    """A record of the log: refuses unknown keys, non-finite numbers and wrong types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
-"""A whole number of a record: one that can be counted with, written down, and compared with fractions."""
+"""A whole number in a record, below 2^53: exact as a float and in JSON."""
 
 R = TypeVar("R", bound=Record)
 
@@ -57,31 +57,31 @@ class RunLog:
     """Reads and writes records of one run.
 
     Args:
-        seal: of the run; records that do not bear it are refused.
+        seal: of the run; records that it does not open are refused.
     """
 
     def __init__(self, store: ObjectStore, seal: Seal) -> None:
         self.store = store
         self.seal = seal
         self.refused: dict[str, str] = {}
-        """Paths of records that were ignored because they are not of this run, with the reason."""
+        """Paths of ignored records that do not belong to this run, with the reason."""
         self.refused_islands: dict[int, str] = {}
-        """Islands that are not believed though they hold the run's key, with the last reason."""
+        """Islands whose records were refused although they hold the run's key, with the last reason."""
         self._newly_refused: dict[int, str] = {}
 
     def create(self, path: str, record: Record) -> bool:
-        """Writes a record unless there is one; whether this one is there now."""
+        """Writes a record unless the path has one; returns whether the path now holds this record."""
         return self.store.create(path, self._wrap(path, record))
 
     def put(self, path: str, record: Record, is_lasting: bool = True) -> None:
-        """Writes a record in place of what is there; see `ObjectStore.put`."""
+        """Writes a record, and replaces an existing one; see `ObjectStore.put`."""
         self.store.put(path, self._wrap(path, record), None, is_lasting)
 
     def read(self, path: str, kind: type[R], is_of_now: bool = False) -> R | None:
-        """A record, or None if there is none. One that is too large is not downloaded; see also `Seal.open`.
+        """Returns a record, None if absent. A record that is too large is not downloaded; see also `Seal.open`.
 
         Raises:
-            ForgedError: what lies there was not written for this place with the run's key, or is no such record.
+            ForgedError: the object was not written for this path with the run's key, or is not a record of this kind.
             StoreError: the store does not answer.
         """
         try:
@@ -101,7 +101,7 @@ class RunLog:
             ) from None
 
     def read_or_refuse(self, path: str, kind: type[R]) -> R | None:
-        """As `read`, but what is not of this run is reported once and then ignored."""
+        """Like `read`, but warns once about a record that does not belong to this run, and returns None for it."""
         try:
             return self.read(path, kind)
         except ForgedError as error:
@@ -109,7 +109,7 @@ class RunLog:
             return None
 
     def read_tagged(self, path: str, kind: type[R]) -> tuple[str, R | None] | None:
-        """As `read_or_refuse`, with a tag for `replace`; None if nothing lies there."""
+        """Like `read_or_refuse`, with the tag that `replace` needs; None if there is no object."""
         found = self.store.get_tagged(path, MAX_RECORD_BYTES)
         if found is None:
             return None
@@ -123,11 +123,11 @@ class RunLog:
             return tag, None
 
     def replace(self, path: str, tag: str, record: Record) -> bool:
-        """Writes a record in place of what `read_tagged` has read, if that is there still; whether it was."""
+        """Replaces the version that `read_tagged` returned; returns False if the object has changed since."""
         return self.store.replace(path, tag, self._wrap(path, record))
 
     def read_all(self, paths: Sequence[str], kind: type[R]) -> dict[str, R]:
-        """Those of several records that are there and can be read, by their paths; they are asked for at once."""
+        """Reads several records in parallel; returns those that exist and are valid, by path."""
         found: dict[str, R] = {}
         for start in range(0, len(paths), _QUESTIONS_AT_ONCE):
             part = paths[start : start + _QUESTIONS_AT_ONCE]
@@ -137,7 +137,7 @@ class RunLog:
         return found
 
     def refuse(self, path: str, error: ForgedError) -> None:
-        """Reports, once, what is ignored from now on."""
+        """Warns, once, that an object is ignored from now on."""
         if isinstance(error, UnknownIdentityError):
             self.refuse_island(error)
         if path not in self.refused:
@@ -145,12 +145,12 @@ class RunLog:
         self.refused[path] = str(error)
 
     def refuse_island(self, error: ForgedError) -> None:
-        """Keeps in mind in whose name something came that is not believed."""
+        """Remembers the island in whose name a refused record came."""
         if error.island is not None:
             self.refused_islands[error.island] = self._newly_refused[error.island] = str(error)
 
     def take_refused(self) -> dict[int, str]:
-        """Those of `refused_islands` that were refused since the last call."""
+        """Returns the islands that were refused since the last call."""
         taken, self._newly_refused = self._newly_refused, {}
         return taken
 
@@ -162,11 +162,11 @@ class RunLog:
         record: Record | None = None,
         awaited: Awaited | None = None,
     ) -> Watch:
-        """What to ask while records below some prefixes are waited for.
+        """Returns a `Watch` that waits for records below some prefixes.
 
         Args:
-            prefixes: where they will lie.
-            path, record: to `place` before; in the same request where the store can do that.
+            prefixes: where the records will lie.
+            path, record: to `place` first; in the same request if the store supports that.
             awaited: see `Watch`.
         """
         if record is None or not self.store.tells_changes:
@@ -178,12 +178,12 @@ class RunLog:
         return Watch(self.store, prefixes, clock, create, place, awaited)
 
     def place(self, path: str, record: Record) -> None:
-        """Writes a record of this process alone, unless it is there; what cannot be read there is replaced."""
+        """Writes a record that only this process writes, unless it is there; replaces an invalid one."""
         if not self.create(path, record) and self.read_or_refuse(path, type(record)) is None:
             self.put(path, record)
 
     def decide(self, path: str, record: R) -> R:
-        """Create if absent: returns the record that was written first.
+        """Creates a record if absent; returns the record that was written first.
 
         Raises:
             ForgedError, StoreError: as `read`.
@@ -196,7 +196,7 @@ class RunLog:
         return record if found == wrapped else self._open(path, type(record), found)
 
     def list(self, prefix: str) -> list[str]:
-        """Paths under a prefix, sorted."""
+        """Lists the paths under a prefix, sorted."""
         return [path for path, _ in self.store.list(prefix)]
 
     def _wrap(self, path: str, record: Record) -> bytes:

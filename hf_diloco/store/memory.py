@@ -1,4 +1,4 @@
-"""Objects in this process's memory, for a store that lives no longer than who keeps it."""
+"""Objects in this process's memory, for a store that lives only as long as the process that serves it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from hf_diloco.store.folder import Entry, Opened
 
 MAX_BYTES = 256 << 20
-"""Of all objects together, whoever writes them."""
+"""Limit for all objects together, whoever writes them."""
 
 _BYTES_BESIDE = 512
-"""What an object takes beside its data and the letters of its path, so that many small ones are no way around."""
+"""Charged per object beside its data and path, so that many small objects cannot exceed the limit."""
 
 
 class MemoryFolder:
-    """As `Folder`; used by one thread."""
+    """Like `Folder`, in memory; for use by one thread."""
 
     def __init__(self) -> None:
         self._objects: dict[str, tuple[bytes, datetime]] = {}
@@ -59,7 +59,7 @@ class MemoryFolder:
             self._objects.pop(path, None)
 
     def clear(self) -> None:
-        """Lets go of all objects."""
+        """Drops all objects."""
         self._objects.clear()
         self._num_bytes = 0
 

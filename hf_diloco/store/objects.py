@@ -1,9 +1,10 @@
-"""Objects in a bucket or folder that all islands reach; nothing of the store is needed but *create if absent*.
+"""Objects in a bucket or folder that all islands reach; the protocol needs only *create if absent* of the store.
 
-Its address is one of those that `utils.urls` lists. Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*),
-or are what the provider gives to the machine.
+`utils.urls` lists the forms of its address. Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*), or from
+the provider's machine identity.
 
-A reader sees an object whole or not at all, and it stays when the power fails; `folder` says how files do that.
+A reader sees an object whole or not at all, and a completed write survives a power failure; `folder` says how files do
+that.
 """
 
 from __future__ import annotations
@@ -38,29 +39,29 @@ T = TypeVar("T")
 _BEYOND_END = re.compile(r"InvalidRange|416 Range|range was invalid|Invalid range|starting at \d+, but object")
 
 NEAR = frozenset({"memory", "file"})
-"""Schemes of stores that answer in less time than it takes to begin a thread."""
+"""Schemes of stores that answer faster than a thread starts."""
 
 
 class ObjectStore:
     """Objects under one prefix of an object store. Threads may share one; a forked process may not use its parent's.
 
-    Paths are relative: segments of letters, digits and ``._=+-``, joined by ``/``. Failures that may pass are tried
-    again, with growing pauses. A store that is silent makes a call fail after about `timeout` seconds. A transfer that
-    makes progress may take longer: what counts is each read, and each uploaded part of 5 MiB, which must get through
-    within half of it. Every call raises `StoreError` if there is no answer, or access is denied.
+    Paths are relative: segments of letters, digits and ``._=+-``, joined by ``/``. Transient failures are retried with
+    growing pauses. If the store is silent, a call fails after about `timeout` seconds. A transfer that makes progress
+    may take longer: the limit applies to each read, and to each uploaded part of 5 MiB, which must complete within
+    half of it. Every call raises `StoreError` if there is no answer, or access is denied.
 
     Args:
         url: one of the forms that `utils.urls` lists.
         timeout: seconds without an answer after which the store counts as lost.
-        read_only: to look at what is there; a folder is not made, and need not be writable.
-        gone_after: seconds for which nobody may listen at a server's port until it counts as lost; default: as long as
-            it may be silent, as a server may be started again.
+        read_only: only read; a folder is not created, and need not be writable.
+        gone_after: seconds without a listener at a server's port after which it counts as lost; default: as long as it
+            may be silent, because a server may restart.
 
     Attributes:
-        tells_changes: there is a server of ours, which can be asked a `Question`.
+        tells_changes: this is a server of ours, which answers a `Question`.
 
     Raises:
-        ConfigError: the URL is none of these.
+        ConfigError: the URL has none of these forms.
         RendezvousError: the store cannot be reached, does not exist or denies access.
     """
 
@@ -89,10 +90,10 @@ class ObjectStore:
         return f"ObjectStore({self.url!r}, timeout={self.timeout:g})"
 
     def check_creation(self) -> None:
-        """Makes sure that the store keeps the one promise that all rests on; some that speak S3's protocol do not.
+        """Checks *create if absent*, on which all agreement rests; some stores that speak S3's protocol ignore it.
 
         Raises:
-            RendezvousError: it lets a second creation overwrite the first.
+            RendezvousError: the store lets a second creation overwrite the first.
         """
         path = f"checks/{uuid.uuid4().hex}"
         try:
@@ -108,11 +109,11 @@ class ObjectStore:
         """Writes an object unless it exists.
 
         Returns:
-            Whether the object now holds `data` by this call; also true when it held the same bytes already, because
-            then the answer to an earlier attempt may have been lost. Writers that compete must write different bytes.
+            Whether the object holds `data` now. True also if it held the same bytes before, because the answer to an
+            earlier attempt may have been lost. Competing writers must write different bytes.
 
         Raises:
-            StoreError: no answer, or access is denied. Whether the object was written is then unknown: ask again.
+            StoreError: no answer, or access is denied. Whether the object was written is then unknown: retry.
         """
         try:
             return self._settle(path, data, len(data)) == data
@@ -120,7 +121,7 @@ class ObjectStore:
             return False
 
     def decide(self, path: str, data: bytes, limit: int) -> bytes:
-        """Writes an object unless it exists; returns what is there then, at most `limit` bytes; raises as `get`."""
+        """Writes an object unless it exists; returns its content, at most `limit` bytes. Raises as `get`."""
         try:
             return self._settle(path, data, limit)
         except OverflowError as size:
@@ -137,7 +138,7 @@ class ObjectStore:
                 pass
             try:
                 return self._backend.read(path, limit)
-            except FileNotFoundError:  # deleted meanwhile, or two writers met and the store turned both away
+            except FileNotFoundError:  # deleted meanwhile, or the store rejected two concurrent writers
                 raise UnsettledError from None
             except NoFileError:
                 return b""
@@ -148,9 +149,9 @@ class ObjectStore:
         return TooLargeError(f"{self.url}: {path} has {size} bytes, more than the {limit} that it may have")
 
     def get_tagged(self, path: str, limit: int) -> tuple[str, bytes | None] | None:
-        """An object's tag, for `replace`, and its bytes if they are no more than `limit`; None if there is none.
+        """Returns an object's tag, for `replace`, and its bytes if there are no more than `limit`; None if absent.
 
-        Of a server or a cloud's store, as folders know no tags. Raises `StoreError` if there is no answer.
+        Only for servers and cloud stores: folders have no tags. Raises `StoreError` if there is no answer.
         """
         _check_path(path)
         backend = self._backend
@@ -161,10 +162,10 @@ class ObjectStore:
             return None
 
     def replace(self, path: str, tag: str, data: bytes) -> bool:
-        """Writes an object in place of what `get_tagged` has read, if that is there still.
+        """Replaces the version of an object that `get_tagged` returned.
 
         Returns:
-            Whether the object holds `data`.
+            Whether the object holds `data`; False if it has changed since.
 
         Raises:
             StoreError: no answer, or a refusal. Whether the object was written is then unknown.
@@ -175,13 +176,13 @@ class ObjectStore:
         return self._write("replace", path, backend.replace, path, tag, data)
 
     def ask(self, question: Question) -> Answer:
-        """See `store.question`. Raises `StoreError` if there is no answer."""
+        """Sends a question; see `store.question`. Raises `StoreError` if there is no answer."""
         assert isinstance(self._backend, Server)
         return self._write("answer", "a question", self._backend.ask, question)
 
     @property
     def is_near(self) -> bool:
-        """Whether it answers at once; else several calls are made together, by threads."""
+        """Whether calls return at once; otherwise callers run several calls in threads."""
         return self._scheme in NEAR or self.sights.current is not None
 
     def put(
@@ -191,12 +192,13 @@ class ObjectStore:
         pace: Callable[[int], None] | None = None,
         is_lasting: bool = True,
     ) -> None:
-        """Writes an object, in place of an earlier one. Large ones travel in parts, and appear when the last is there.
+        """Writes an object, and replaces an existing one. Large objects travel in parts, and appear with the last
+        part.
 
         Args:
             path: relative to the store's root.
-            pace: called with a number of bytes before so many go; returns when they may.
-            is_lasting: it must outlast a loss of power; a folder's file is then flushed to the disk.
+            pace: called with a number of bytes before they are sent; returns when they may be.
+            is_lasting: the object must survive a power failure; a folder's file is then flushed to the disk.
 
         Raises:
             StoreFullError: there is no space left.
@@ -206,7 +208,7 @@ class ObjectStore:
         self._write("write", path, self._backend.put, path, view, pace, is_lasting)
 
     def get(self, path: str, limit: int) -> bytes | None:
-        """Returns an object, None if there is none.
+        """Returns an object, None if absent.
 
         Args:
             limit: bytes; a larger object is an error, and is not downloaded.
@@ -250,30 +252,30 @@ class ObjectStore:
         return found
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Returns path and size (bytes) of all objects below `prefix`, which ends at a segment's end, in order.
+        """Returns path and size (bytes) of all objects below `prefix`, a whole number of path segments, in order.
 
-        Objects that this class could not have written (other characters in their names) are left out.
+        Leaves out objects that this class could not have written (with other characters in their names).
         """
         if (sight := self.sights.current) and sight.covers(prefix.rstrip("/")):
             return sight.below(prefix.rstrip("/"))
         return [(entry.path, entry.size) for entry in self.entries(prefix)]
 
     def entries(self, prefix: str = "") -> Sequence[Entry]:
-        """As `list`, with the time that each object was written."""
+        """Like `list`, with the modification time of each object."""
         prefix = prefix.rstrip("/")
         if prefix:
             _check_path(prefix)
         try:
             found = self._ask("list", prefix, self._backend.find, prefix)
-        except AbsentError:  # a folder that was removed meanwhile
+        except AbsentError:  # the folder was removed meanwhile
             return []
         return sorted(entry for entry in found if is_object_path(entry.path))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Deletes objects; those that are absent already are fine.
+        """Deletes objects; absent ones are no error.
 
         Raises:
-            StoreError: no answer, or access is denied; some may have been deleted.
+            StoreError: no answer, or access is denied; some objects may have been deleted.
         """
         for path in paths:
             _check_path(path)
@@ -281,20 +283,21 @@ class ObjectStore:
             self._write("delete", paths[0], self._backend.delete, paths)
 
     def unfinished(self, after: str = "") -> Sequence[Entry]:
-        """What writers that were killed may have left in a folder: unfinished files, and empty folders (with a /).
+        """Lists what killed writers may have left in a folder: unfinished files, and empty folders (with a /).
 
         Args:
-            after: a path, as "rounds/00000100": what lies beside it, and before it in order, is not looked at.
+            after: a path such as "rounds/00000100": entries of its folder that sort before it are skipped.
         """
         return sorted(self._ask("list", "", self._backend.unfinished, after))
 
     def drop(self, unfinished: Sequence[Entry]) -> None:
-        """Removes what `unfinished` has returned; nobody may be writing it any more."""
+        """Removes entries that `unfinished` returned; no process may still be writing them."""
         for entry in unfinished:
             self._ask("delete", entry.path, self._backend.drop, entry.path)
 
     def links(self) -> Sequence[str]:
-        """What is neither a file nor a folder below a folder: it is never followed, nor listed."""
+        """Lists entries below a folder that are neither files nor folders: they are never followed, nor listed
+        elsewhere."""
         return self._ask("list", "", self._backend.links)
 
     def move(self, path: str, target: str) -> None:
@@ -307,7 +310,7 @@ class ObjectStore:
         self._write("move", path, self._backend.move, path, target)
 
     def _write(self, verb: str, path: str, attempt: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
-        self.sights.current = None  # what was seen before may be no more
+        self.sights.current = None  # a write makes cached objects stale
         try:
             return self._ask(verb, path, attempt, *args, **settings)
         except UnreadableError as error:
@@ -318,14 +321,14 @@ class ObjectStore:
             ) from None
 
     def _ask(self, verb: str, path: str, attempt: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
-        """What an attempt returns, once it does; where asking again may help, that is done.
+        """Calls `attempt` until it returns, and retries with backoff after failures that may pass.
 
-        The store's client retries by itself for half of the time limit, but not a write whose answer was lost. The
-        second half begins here.
+        The store's client itself retries for half of the timeout, but not a write whose answer was lost. This loop
+        starts no attempt after 0.6 of the timeout.
 
         Raises:
-            AbsentError: the answer is that there is no such object.
-            StoreError: there is no answer, or it is a refusal.
+            AbsentError: the store answers that the object does not exist.
+            StoreError: no answer, or a refusal.
         """
         begun, pause = time.monotonic(), 0.05
         while True:
@@ -340,13 +343,13 @@ class ObjectStore:
                 patience = self._patience_if_refused if is_refused else self._patience
                 if not self._failures.may_pass(error) or time.monotonic() - begun >= patience:
                     raise self._failures.told(verb, path, error) from None
-            time.sleep(random.uniform(0.5, 1.0) * pause)  # islands that failed together do not come back together
+            time.sleep(random.uniform(0.5, 1.0) * pause)  # spreads the retries of islands that failed together
             pause = min(2 * pause, 1.0, 0.05 * self.timeout)
 
 
 def _check_path(path: str) -> None:
-    """Raises `StoreError` for what no object may be called."""
-    if not is_object_path(path):  # which may have come from another island's record
+    """Raises `StoreError` if no object may have this path."""
+    if not is_object_path(path):  # the path may come from another island's record
         raise StoreError(
             f"{path[:MAX_PATH]!r} is no path in an object store: it must be relative, of segments of letters, digits "
             "and ._=+- between single slashes"

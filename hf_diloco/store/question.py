@@ -1,21 +1,23 @@
-"""What saves islands from asking again and again: one request to a server of ours that writes, waits and reads.
+"""Spares islands from polling: one request to a server of ours writes, waits for changes and reads.
 
     POST /changes/NAME     {"create": {PATH: DATA}, "replace": {PATH: [TAG, DATA]}, "put": {PATH: DATA},
                             "prefixes": [PATH], "paths": [PATH], "known": {PATH: TAG}, "seconds": 0.5,
                             "awaited": {"path": PATH, "linger": 0.25}}
                            {"created": {PATH: DATA}, "objects": {PATH: [TAG, DATA]}}
 
-The server creates objects unless they exist, replaces others if they still are what the island has read, returns what
-lies there then, and puts further ones in place of what is there. It looks at some paths, and at all objects below some
-prefixes. If they are those that the island knows, it waits until one is written or deleted, at most so many seconds.
-So who waits for others hears of what they write half a round trip later, and its own record goes with the question.
-Where an object is `awaited` that somebody near the server is likely to write at once, other news are told only when it
-is there, or after `linger` seconds: one answer then brings both.
+The server creates objects unless they exist, replaces others if they still have the given tag, and returns the data at
+these paths; it writes `put` unconditionally. Then it looks at the given paths, and at all objects below the given
+prefixes. If they equal those that the island knows, it waits until one is written or deleted, at most for `seconds`.
+So an island that waits for others learns of their writes half a round trip later, and sends its own record in the same
+request.
 
-DATA is in base64 (RFC 4648, of URLs), TAG a digest (xxh3_64) of it. Left out (null) are data that the island knows,
-what is too large or cannot be read, and what would be too much together; the latter is asked for by itself.
+An `awaited` object is one that a participant near the server will probably write at once. The answer then waits for
+it, at most `linger` seconds after other news: one answer brings both.
 
-Any other store answers questions one by one, and who waits asks it again and again. A `Watch` hides the difference.
+DATA is in base64 (RFC 4648, of URLs), TAG is a digest (xxh3_64) of it. DATA is null if the island knows it, if it is
+too large or unreadable, or if it exceeds the limit of all answers; islands request the latter separately.
+
+Any other store answers single requests only, and has to be polled. A `Watch` hides the difference.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ if TYPE_CHECKING:
 
 MAX_WAIT_SECONDS = 30.0
 MAX_DATA_BYTES = 4 << 20
-"""Of one object: as a record may have."""
+"""Limit of one object, equal to that of a record."""
 
 
 def check_path(path: str) -> str:
-    """Returns it; raises `ValueError` if it is no path of an object."""
+    """Returns the path; raises `ValueError` if no object may have it."""
     if not is_object_path(path):
         raise ValueError("no path of an object")
     return path
@@ -55,16 +57,16 @@ class _Message(BaseModel):
 
 
 class Awaited(_Message):
-    """An object that is likely to be there soon, and how many seconds to wait for it when there is other news."""
+    """An object that will probably be there soon, and how many seconds to wait for it after other news."""
 
     path: Path
     linger: float = Field(gt=0, le=MAX_WAIT_SECONDS)
 
 
 class Question(_Message):
-    """What an island asks. Where it knows nothing (`known` is None) all that is there is news.
+    """An island's request. If it knows nothing (`known` is None), every object is news.
 
-    What is put is flushed to the disk if `is_lasting`.
+    `put` objects are flushed to the disk if `is_lasting`.
     """
 
     create: dict[Path, bytes] = Field(default_factory=dict, max_length=16)
@@ -85,7 +87,7 @@ class Question(_Message):
 
 
 class Answer(_Message):
-    """What it is told; what lies where something was to be created or replaced is under `created`."""
+    """The server's answer; `created` has the data at the paths that the question creates or replaces."""
 
     created: dict[Path, bytes | None]
     objects: dict[Path, tuple[str, bytes | None]]
@@ -99,11 +101,11 @@ class Sight:
     """All objects below some prefixes at one moment.
 
     Attributes:
-        prefixes: where was looked.
-        paths: likewise.
-        objects: their data by path; None for what was not told, as it is too large or cannot be read.
-        tags: tell versions of an object apart.
-        created: what lies where something was to be created; None if that was not told.
+        prefixes: the prefixes that were looked at.
+        paths: the single paths that were looked at.
+        objects: their data by path; None if not sent, because it is too large or unreadable.
+        tags: identify versions of objects.
+        created: data at the paths that were to be created; None if not sent.
     """
 
     prefixes: tuple[str, ...] = ()
@@ -113,23 +115,23 @@ class Sight:
     paths: frozenset[str] = frozenset()
 
     def covers(self, path: str) -> bool:
-        """Whether it shows what lies at a path, or below it."""
+        """Whether this shows all objects at and below a path."""
         return path in self.paths or any(path == prefix or path.startswith(f"{prefix}/") for prefix in self.prefixes)
 
     def below(self, prefix: str) -> list[tuple[str, int]]:
-        """Paths below a prefix that it covers, and sizes, where they were told; in order."""
+        """Lists paths and sizes (0 if the data was not sent) below a covered prefix, in order."""
         found = (item for item in self.objects.items() if item[0].startswith(f"{prefix}/"))
         return sorted((path, len(data or b"")) for path, data in found)
 
 
 class Sights(threading.local):
-    """From which sight this thread's questions are answered, until it writes something."""
+    """The sight from which a thread's reads are answered, until the thread writes."""
 
     current: Sight | None = None
 
     @contextmanager
     def answer_from(self, sight: Sight) -> Iterator[None]:
-        """What this thread asks is answered from a sight, as far as that covers it."""
+        """Answers this thread's reads from a sight, as far as it covers them."""
         self.current = sight
         try:
             yield
@@ -146,15 +148,15 @@ def look(
     awaited: Awaited | None = None,
     paths: Collection[str] = (),
 ) -> Sight:
-    """All objects below some prefixes, in one request, as soon as there is something new.
+    """Returns all objects below some prefixes, in one request, as soon as they differ from `before`.
 
     Args:
         store: one that `tells_changes`.
         prefixes: where to look.
-        before: what was seen the last time; None: this does not wait.
-        seconds: to wait at most for anything else than that.
-        create: objects to create before, unless they exist.
-        awaited: an object below one of the prefixes that other news wait for.
+        before: the previous sight; None: do not wait.
+        seconds: the longest wait for a change.
+        create: objects to create first, unless they exist.
+        awaited: an object below one of the prefixes for which other news wait.
         paths: further objects.
 
     Raises:
@@ -183,9 +185,9 @@ def look(
 
 @contextmanager
 def looking_once(store: ObjectStore, prefixes: Sequence[str], paths: Collection[str] = ()) -> Iterator[None]:
-    """What this thread asks of some places, before it writes, is answered by one request if the store can.
+    """Answers this thread's reads of some places, until it writes, from one request if the store supports that.
 
-    What it sees already is not asked for again.
+    Places that the current sight covers are not requested again.
     """
     sight = store.sights.current if store.tells_changes else None
     if not store.tells_changes or (sight and all(map(sight.covers, [*prefixes, *paths]))):
@@ -197,14 +199,14 @@ def looking_once(store: ObjectStore, prefixes: Sequence[str], paths: Collection[
 
 @dataclass(eq=False, repr=False)
 class Watch:
-    """Asks the same questions again and again, each time once there may be another answer.
+    """Repeats the same reads, each time once their answers may have changed.
 
     Attributes:
-        prefixes: below which the answers lie.
+        prefixes: below which the reads look.
         create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
-        when_taken: called if there was something else.
-        awaited: see `look`; ignored where the store is asked again and again.
-        paths: where the answers lie beside that.
+        when_taken: called if one of these objects existed with other data.
+        awaited: see `look`; ignored by stores that are polled.
+        paths: further single paths that are read.
     """
 
     store: ObjectStore
@@ -221,7 +223,8 @@ class Watch:
         self._pause = 0.0
 
     def ask(self, *questions: Callable[[], Any]) -> list[Any]:
-        """The answers. From the second time on this waits before: at most half a second, less if there is news."""
+        """Returns the answers. From the second call on it waits first: at most half a second, less if there is
+        news."""
         if self.store.tells_changes:
             return self._ask_at_once(questions)
         self._rest()
@@ -233,7 +236,7 @@ class Watch:
             self.store, self.prefixes, before, MAX_PAUSE_SECONDS, self._create, self.awaited, self.paths
         )
         if before and before.tags == self._sight.tags and self.clock.now() - begun < MAX_PAUSE_SECONDS / 2:
-            self._rest()  # the server has too many that wait, and did not
+            self._rest()  # the server has too many waiting questions, and answered at once
         if self._create and dict(self._sight.created) != self._create:
             self.when_taken()
         self._create = {}

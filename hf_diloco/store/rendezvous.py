@@ -1,4 +1,4 @@
-"""Where islands meet and listen: addresses and ports, and the store that island 0, or node 0, keeps at tcp://HOST:PORT."""
+"""Where islands meet and listen: addresses, ports, and the store that island 0 or node 0 serves at tcp://HOST:PORT."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hf_diloco.utils.waiting import WaitNotes
 logger = logging.getLogger("hf_diloco")
 
 GONE_SECONDS = 1.0
-"""How long nobody may listen at the port until who keeps the store counts as gone."""
+"""Seconds without a listener at the port before the process that serves the store counts as gone."""
 _RUN = "run"
 _RETRY_SECONDS = 0.2
-_START_SECONDS = 1.0  # that a thread may take to begin
-_ELSEWHERE = "192.0.2.1"  # an address of nobody, RFC 5737
+_START_SECONDS = 1.0  # for a thread to start
+_ELSEWHERE = "192.0.2.1"  # an address that no machine has, RFC 5737
 
 
 class Place(Protocol):
@@ -44,7 +44,7 @@ class Place(Protocol):
 
 
 def check_own_address(address: str | None) -> None:
-    """Raises `ConfigError` if a `bind_address` is none of this machine's; None, or nothing, is left to be found."""
+    """Raises `ConfigError` if this machine does not have the address `bind_address`; accepts None and ""."""
     try:
         for family, kind, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM) if address else ():
             with socket.socket(family, kind) as listener:
@@ -57,24 +57,25 @@ def check_own_address(address: str | None) -> None:
 
 
 def find_address(config: Place) -> str:
-    """Where this rank listens for other islands that it has met elsewhere: `bind_address`, or the usual way out.
+    """Returns the address where this rank listens for islands it met elsewhere: `bind_address`, or the default
+    route's.
 
     Raises:
-        RendezvousError: that is a public address.
+        RendezvousError: the address is public.
     """
     raise_file_limit()
     address = config.bind_address
     if address is None:
         try:
             address = local_address(_ELSEWHERE, 1)
-        except OSError:  # this machine is connected to no other
+        except OSError:  # this machine has no network route
             address = "127.0.0.1"
     refuse_public(address, 1, config)
     return address
 
 
 def warn_if_exposed(address: str) -> None:
-    """Names the risk of talking without authentication at an address that other machines reach."""
+    """Warns about unauthenticated traffic at an address that other machines can reach."""
     try:
         _, numeric = _resolve(address, 1)
     except socket.gaierror:
@@ -89,11 +90,14 @@ def warn_if_exposed(address: str) -> None:
 
 
 def refuse_public(address: str, port: int, config: Place) -> None:
-    """What goes between islands is neither encrypted nor authenticated: whoever wants that in public must say so."""
+    """Raises `RendezvousError` for a public address unless `allow_public_address` is set.
+
+    Without a key, traffic between islands is neither encrypted nor authenticated.
+    """
     try:
         _, numeric = _resolve(address, port)
     except socket.gaierror:
-        return  # which is reported where it is met
+        return  # the caller reports it when it connects
     try:
         check_specific(numeric)
     except ValueError as error:
@@ -108,7 +112,7 @@ def refuse_public(address: str, port: int, config: Place) -> None:
 
 
 def listen(host: str, port: int, config: Place) -> socket.socket:
-    """Opens the port on HOST's own address only, not on every interface of the machine."""
+    """Opens the port only on HOST's own address, not on every interface of the machine."""
     address = config.bind_address or host
     try:
         family, numeric = _resolve(address, port)
@@ -132,7 +136,7 @@ def _listen_problem(address: str, port: int, error: OSError) -> str:
 
 
 def local_address(host: str, port: int) -> str:
-    """The address of the interface that leads to the rendezvous."""
+    """Returns the address of the local interface that routes to the rendezvous."""
     family, numeric = _resolve(host, port)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((numeric, port))  # sends nothing: it only picks the route
@@ -140,24 +144,24 @@ def local_address(host: str, port: int) -> str:
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """The numeric address of a host: of version 4 if it has one."""
+    """Resolves a host to a numeric address, IPv4 if it has one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, str(address[0])
 
 
 def url_of(rendezvous: str) -> str:
-    """Address, as an object store's, of what island 0 keeps at tcp://HOST:PORT."""
+    """Returns the object store URL of the store that island 0 serves at tcp://HOST:PORT."""
     return f"http://{host_and_port(*split_tcp_url(rendezvous))}/{_RUN}"
 
 
 def address_towards(rendezvous: str) -> str:
-    """The local address that reaches island 0, which is where this rank listens for other islands."""
+    """Returns the local address that reaches island 0; this rank listens there for other islands."""
     return local_address(*split_tcp_url(rendezvous))
 
 
 def find_store(config: Place, notes: WaitNotes) -> None:
-    """Knocks until island 0 answers. A name service that is not there yet is waited for, too.
+    """Retries until island 0 accepts a connection, also while the name service is temporarily unavailable.
 
     Raises:
         RendezvousError: nobody answers within `join_timeout`, or traffic would cross a public network.
@@ -188,8 +192,8 @@ class StoreHost:
     """Serves a folder to the other islands until it is closed.
 
     Args:
-        folder: what islands leave for each other; a host that is started again with it goes on where it was. Default:
-            it is in memory, and gone with this.
+        folder: holds the store's objects; a host that restarts with it resumes from them. Default: in memory, lost
+            when this host ends.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, the folder cannot be written or is served by
@@ -223,7 +227,7 @@ class StoreHost:
         self._thread = threading.Thread(target=self._serve, name="hf-diloco-store", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # Ctrl-C, before it is known that the thread has begun: it would keep the port
+        except BaseException:  # such as Ctrl-C during start: a running thread would keep the port
             deadline = time.monotonic() + _START_SECONDS
             while not self._thread.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -243,12 +247,12 @@ class StoreHost:
         await self._serving.end()
 
     def close(self) -> None:
-        """Returns when nobody is served any more, and the port is free."""
-        if os.getpid() != self._process:  # a fork has no such thread
+        """Stops serving; returns when the port is free."""
+        if os.getpid() != self._process:  # a forked process does not have the thread
             return
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._over.set)
-            if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
+            if threading.current_thread() is not self._thread:  # the garbage collector may call this on that thread
                 self._thread.join()
 
 

@@ -1,13 +1,13 @@
 """An object store for islands that have none: serves a folder to machines that cannot mount it.
 
-It speaks as much of S3's protocol as islands need, so they reach it with the client that they have for buckets: reads
-of ranges, *create if absent* (`If-None-Match: *`), writes in parts, lists, deletions, copies. There is one bucket.
-Beside it there is one request of its own, which spares islands asking again and again: see `store.question`.
+It implements the part of S3's protocol that islands need, so that they use the same client as for buckets: range
+reads, *create if absent* (`If-None-Match: *`), multipart uploads, lists, deletions, copies. There is one bucket. One
+more request, which S3 does not have, spares islands from polling: see `store.question`.
 
-What lies in the folder is what `store.folder` writes, so the same folder may also be mounted, and a server that is
-started again goes on where it was. Parts of objects that are not complete lie apart, and go when the server starts.
+`store.folder` writes the objects, so the same folder may also be mounted, and a server that restarts resumes with it.
+Parts of incomplete objects lie apart, and are deleted when the server starts.
 
-Whoever reaches the port can read, write and delete, as in a folder; records are signed by the run's key all the same.
+Anyone who reaches the port can read, write and delete, as in a folder; the run's key protects records all the same.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hf_diloco.store.memory import MemoryFolder
 from hf_diloco.utils.urls import MAX_SERVED_PATH, OBJECT_PATH
 
 MAX_BODY_BYTES = 64 << 20
-"""Of one request: islands send larger objects in parts of 5 MiB."""
+"""Limit for one request: islands send larger objects in parts of 5 MiB."""
 _PIECE_BYTES = 4 << 20
 _MAX_PARTS = 10_000
 _WORD_SECONDS = 0.5
-"""So often a client that waits for a large object to be completed hears that this is at work."""
+"""Interval of keep-alive bytes to a client that waits for a large object to be assembled."""
 _KEPT_UPLOADS = 64
 
 T = TypeVar("T")
@@ -48,10 +48,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Refused(Exception):
-    """An answer that is an error.
+    """A request that is answered with an error.
 
     Args:
-        code: S3's word for it.
+        code: S3's error code.
     """
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -60,16 +60,16 @@ class _Refused(Exception):
 
 
 class StoreServer:
-    """The requests of all islands to one folder.
+    """Handles the requests of all islands to one folder.
 
     Args:
-        folder: holds the objects; it is made if its parent is there. `uploads` beside them holds what is not complete,
-            and `lock` keeps others from serving it until the application has ended. Default: they are in memory,
-            small, and gone with this. Then no thread is used: Python begins none any more while a process ends, and
-            others have yet to say goodbye.
+        folder: holds the objects; created if its parent exists. `uploads` in it holds incomplete objects, and `lock`
+            keeps other processes from serving it until the application ends. Default: objects are in memory, small,
+            and lost with this server. It then uses no threads: Python starts none while a process exits, when peers
+            still have goodbyes to send.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be created or written.
         RendezvousError: another process serves it.
     """
 
@@ -78,7 +78,7 @@ class StoreServer:
         self._uploads: Path | None = None
         self._lock: IO[str] | None = None
         self._do: Do = _do_at_once
-        self._completing: dict[str, asyncio.Task[None]] = {}  # and those that were completed last
+        self._completing: dict[str, asyncio.Task[None]] = {}  # and the last completed ones
         if folder is not None:
             objects, self._uploads = folder / "objects", folder / "uploads"
             folder.mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ class StoreServer:
             self._folder, self._do = Folder(objects), asyncio.to_thread
 
     def app(self) -> web.Application:
-        """The web application."""
+        """Builds the web application."""
         changes = Changes(self._folder, self._do)
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_tell_failures, changes.notice])
         app.router.add_post("/changes/{path:.+}", changes.answer)
@@ -107,7 +107,7 @@ class StoreServer:
         if self._lock:
             self._lock.close()
         if isinstance(self._folder, MemoryFolder):
-            self._folder.clear()  # aiohttp remembers the last applications of a process, and they this
+            self._folder.clear()  # aiohttp caches a process's last applications, and with them this folder
 
     # One object
 
@@ -124,7 +124,7 @@ class StoreServer:
             await answer.prepare(request)
             while start < end and request.method != "HEAD":
                 piece = await self._do(file.read, start, min(end - start, _PIECE_BYTES))
-                if not piece and request.transport:  # somebody who has the folder mounted has cut the file short
+                if not piece and request.transport:  # another process that mounts the folder truncated the file
                     request.transport.abort()
                     return answer
                 await answer.write(piece)
@@ -162,7 +162,7 @@ class StoreServer:
     # Large ones, in parts
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
-        """Begins an upload in parts, or completes it."""
+        """Begins a multipart upload, or completes it."""
         path = _path_of(request)
         if "uploads" in request.query:
             if self._uploads is None:
@@ -175,7 +175,7 @@ class StoreServer:
         )
 
     async def _complete(self, request: web.Request, path: str) -> asyncio.Task[None]:
-        """Makes an object of its parts; once, though a client that had no answer asks again."""
+        """Assembles an object from its parts, once, even if a client that got no answer retries."""
         name = request.query.get("uploadId", "")
         if task := self._completing.get(name):
             return task
@@ -191,7 +191,7 @@ class StoreServer:
             try:
                 await self._do(self._folder.assemble, path, (part.read_bytes() for part in parts))
             except BaseException:
-                del self._completing[name]  # it may be tried again
+                del self._completing[name]  # allows a retry
                 raise
             await self._do(shutil.rmtree, folder, True)
 
@@ -202,7 +202,7 @@ class StoreServer:
         return task
 
     async def _tell_when_done(self, request: web.Request, task: asyncio.Task[None], name: str) -> web.StreamResponse:
-        """White space says meanwhile that this is at work, as S3 does; an error then comes in the text."""
+        """Sends white space while the task runs, as S3 does; a later error then comes in the body."""
         if (await asyncio.wait([task], timeout=_WORD_SECONDS))[0]:
             task.result()
             return _xml(name, f"<ETag>{escape(_new_tag())}</ETag>")
@@ -252,7 +252,8 @@ class StoreServer:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """A file that keeps other processes from serving a folder while it is open here; one that is forked is none."""
+    """Locks a folder against other processes that would serve it, as long as the returned file is open; a forked
+    process does not inherit the lock."""
     file = (folder / "lock").open("w")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -261,7 +262,7 @@ def _lock(folder: Path) -> IO[str]:
         raise RendezvousError(
             f"another process serves {folder}, perhaps at another port: end that, or choose another folder"
         ) from None
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         pass
     return file
 
@@ -300,15 +301,15 @@ def _checked(path: str) -> str:
 
 
 async def _text(request: web.Request) -> str:
-    """What a request carries, whatever encoding it names: paths and numbers have the same bytes in all."""
+    """Decodes a request's body, whatever charset it declares: paths and numbers are the same bytes in all."""
     return (await request.read()).decode(errors="replace")
 
 
 def _range_of(request: web.Request, size: int) -> tuple[int, int]:
-    """The bytes [start, end) that a request asks for."""
+    """Returns the bytes [start, end) that a request asks for."""
     try:
         start, end, _ = request.http_range.indices(size)
-    except ValueError:  # of no form that there is
+    except ValueError:  # malformed range
         start = end = size
     if start >= end and "Range" in request.headers:
         raise _Refused(416, "InvalidRange", f"the object has {size} bytes")

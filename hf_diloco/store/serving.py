@@ -1,9 +1,9 @@
-"""Serves a web application at a port that strangers may reach: who asks nothing is not kept for long.
+"""Serves a web application at a port that outsiders may reach, and limits what idle connections can hold.
 
-A connection may take `STRANGER_SECONDS` until its first request has come, and `MAX_STRANGERS` may take them at a
-time: beyond that the oldest makes room. What a request carries has `BODY_SECONDS` to come; how much that may be is the
-application's to limit. Of all that is still coming at most `MAX_COMING_BYTES` are kept: beyond that the oldest request
-makes room. The port stops answering while the process has few files left.
+A connection has `STRANGER_SECONDS` to send its first request. At most `MAX_STRANGERS` connections may be waiting for
+it: beyond that the oldest is closed. A request's body has `BODY_SECONDS` to arrive; the application limits its size.
+All bodies that are still arriving may together hold `MAX_COMING_BYTES`: beyond that the oldest request is dropped. The
+port stops answering while the process has few file descriptors left.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ MAX_STRANGERS = 256
 BODY_SECONDS = 300.0
 """Parts of objects have at most a few megabytes, and links may be slow."""
 MAX_COMING_BYTES = 1 << 30
-_LOOK_SECONDS = 0.05  # so often it is looked how much has come
+_LOOK_SECONDS = 0.05  # interval of checking how much has arrived
 _END_SECONDS = 5.0
-_LINGER_SECONDS = 1.0  # for the rest of what was refused
+_LINGER_SECONDS = 1.0  # to read the rest of a refused request
 _MOMENT = 0.01
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Serving:
-    """One application at one port, in the event loop that runs now.
+    """One application at one port, in the running event loop.
 
     Args:
-        app: what answers; it has not begun to.
-        listener: the port; closed with this.
+        app: the application, not yet started.
+        listener: the listening socket; `end` closes it.
     """
 
     def __init__(self, app: web.Application, listener: socket.socket) -> None:
-        self._strangers: dict[asyncio.Protocol, asyncio.TimerHandle] = {}  # in the order of their coming
+        self._strangers: dict[asyncio.Protocol, asyncio.TimerHandle] = {}  # by time of arrival
         app.middlewares.append(self._note)
         logger.addFilter(_is_worth_a_line)
         self._runner = web.AppRunner(
@@ -53,37 +53,37 @@ class Serving:
             logger=logger,
             shutdown_timeout=_END_SECONDS,
             lingering_time=_LINGER_SECONDS,
-            auto_decompress=False,  # nobody here compresses, and a little could become very much
+            auto_decompress=False,  # no client of ours compresses, and this stops decompression bombs
         )
-        self._coming: dict[StreamReader, asyncio.Timeout] = {}  # in the order of their coming
+        self._coming: dict[StreamReader, asyncio.Timeout] = {}  # by time of arrival
         self._looking: asyncio.TimerHandle | None = None
         self._listener = listener
         self._server: asyncio.Server | None = None
         self._let_door_go: Callable[[], object] = lambda: None
 
     async def begin(self) -> None:
-        """Answers from now on."""
+        """Starts to answer requests."""
         await self._runner.setup()
         self._server = await asyncio.get_running_loop().create_server(self._receive, sock=self._listener)
         if sys.platform == "linux":
             self._let_door_go = keep_door(Door(self._listener.fileno()), self)
 
     async def end(self) -> None:
-        """Answers what has been asked, and nothing else; then the port is free."""
+        """Answers the requests in flight, accepts no new ones, and frees the port."""
         self._let_door_go()
-        with contextlib.suppress(OSError):  # else processes that were forked meanwhile would keep the port
+        with contextlib.suppress(OSError):  # otherwise forked processes would keep the port open
             self._listener.shutdown(socket.SHUT_RDWR)
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
 
     def _receive(self) -> asyncio.Protocol:
-        """Who answers a new connection."""
+        """Returns the protocol that handles a new connection."""
         assert self._runner.server is not None
         answering = self._runner.server()
         loop = asyncio.get_running_loop()
         self._strangers[answering] = loop.call_later(STRANGER_SECONDS, self._send_away, answering)
-        loop.call_later(_MOMENT, self._make_room)  # not now: many may come before the first of them has a transport
+        loop.call_later(_MOMENT, self._make_room)  # delayed, because many may arrive before the first has a transport
         return answering
 
     def _make_room(self) -> None:
@@ -97,7 +97,7 @@ class Serving:
 
     @web.middleware
     async def _note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who has asked something is no stranger any more; it is answered when all of that is there."""
+        """Stops a connection's first-request timer, and passes the request on when its whole body has arrived."""
         timer = self._strangers.pop(request.protocol, None)
         if timer is not None:
             timer.cancel()
@@ -109,7 +109,7 @@ class Serving:
                     self._coming[request.content] = patience
                     self._look_later()
                     await request.read()
-            except (TimeoutError, RuntimeError):  # the latter if the connection has been closed
+            except (TimeoutError, RuntimeError):  # RuntimeError: the connection was closed
                 raise web.HTTPRequestTimeout from None
             finally:
                 self._coming.pop(request.content, None)
@@ -120,7 +120,7 @@ class Serving:
             self._looking = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
-        """Ends the oldest requests that are still coming, until what is kept of the others is little enough."""
+        """Drops the oldest requests still arriving until the others are within the limit."""
         loop, self._looking = asyncio.get_running_loop(), None
         too_many = sum(body.total_bytes for body in self._coming) - MAX_COMING_BYTES
         while too_many > 0:
@@ -131,5 +131,5 @@ class Serving:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not what strangers say that makes no sense: they could fill the log."""
+    """Keeps malformed requests out of the log: outsiders could fill it."""
     return not (record.exc_info and isinstance(record.exc_info[1], http_exceptions.HttpProcessingError))

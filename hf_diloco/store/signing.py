@@ -1,16 +1,16 @@
-"""Records that only an island of this run can have written, and only for the place where they lie.
+"""Sealed records: each was written by an island of this run, and for the path where it lies.
 
-A sealed record is JSON, {"body": TEXT, "mac": HEX}. TEXT is JSON as well, and is authenticated as it stands, before
+A sealed record is JSON, {"body": TEXT, "mac": HEX}. TEXT is JSON as well, and is authenticated as a byte string before
 anything parses it: HMAC-SHA256 (RFC 2104) over protocol, run id, path and text, each preceded by its length, so that
-no two records have the same input. A record that was moved to another path (an older round, another island), or
-comes from another run, does not open.
+no two records have the same input. A record that was moved to another path (an older round, another island), or comes
+from another run, does not open.
 
-Without a key everybody can compute the code: it then guards against accidents, not against attackers.
+Without a key anyone can compute the MAC: it then guards against accidents, not against attackers.
 
-Where islands have identities, {"by": ISLAND, "signature": BASE64} stand beside it: see `sealing.identity`. Some
-records only one island may sign (`check_author`). Plans, outcomes, averages and the like are anybody's who takes part:
-the store's *create if absent* decides among them. Where the store is encrypted, all of it is the text of {"sealed":
-BASE64}, AES-256-GCM with the path as associated data.
+Where islands have identities, {"by": ISLAND, "signature": BASE64} are added: see `sealing.identity`. Some records may
+be signed by one island only (`check_author`). Any participant may write plans, outcomes, averages and the like: the
+store's *create if absent* decides among them. Where the store is encrypted, the whole record is the plaintext of
+{"sealed": BASE64}, AES-256-GCM with the path as associated data.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _PURPOSE = "record"
 _SIGNED = frozenset({"by", "signature"})
 _MAC_DIGITS = 64
 MAKE_KEY = "`hf-diloco keys make --shared FILE`"
-"""What makes a run's key."""
+"""The command that makes a run's key."""
 
 RUN_PATH = "run.json"
-"""What names a run: it stays though the island that began the run is listed no more. Who has the run's key, and
-replaces it, can do no more than who deletes it."""
+"""The record that names a run. Its signature is not checked, so it stays valid if the island that wrote it is no
+longer listed. Someone with the run's key who replaces it can do no more harm than by deleting it."""
 
 NO_RUN = "-"
-"""What seals the record that names a run."""
+"""The run id under which the record that names a run is sealed."""
 
 MEETING = "hf-diloco/run"
-"""What names a run at tcp://."""
+"""The record that names a run at tcp://."""
 
 _OBJECTS = re.compile(
     r"(?:incarnations|heartbeats)/(\d{1,9})/|rounds/\d+/\d+/(?:offers|missing)/(\d+)-|rounds/\d+/\d+/votes/(\d+)\."
@@ -56,7 +56,7 @@ _HISTORY = re.compile(r"(?:rounds|snapshots)/(\d+)/")
 _STANDING = re.compile(r"incarnations/|start(?:-\d)?\.json")
 
 VALUES = "values/"
-"""Where islands of fixed membership, and nodes, leave values for each other."""
+"""The folder of values of islands with fixed membership, and of nodes."""
 
 _VALUES = re.compile(
     r"(?:^|/)(?:(?:join|state|done|checkpoints\d*|sound\d*|waits|averaged|average\d+|share/[^/]+/\d+|at"
@@ -66,16 +66,17 @@ _VALUES = re.compile(
 
 
 def check_author(path: str, body: Mapping[str, Any], by: int, unit: str) -> None:
-    """Makes sure that a record in an object store was signed by the island whose name it bears.
+    """Checks that an object store's record was signed by the island it belongs to.
 
     Args:
-        unit: what the run calls one that takes part.
+        unit: what the run calls a participant.
 
     Raises:
-        UnknownIdentityError: another one's identity signed it.
+        UnknownIdentityError: another island signed it.
     """
     owner = _owner_of(path)
-    is_abstention = _VOTE.match(path) is not None and body.get("mean") == ""  # which others write for who is gone
+    # others may abstain for an island that is gone
+    is_abstention = _VOTE.match(path) is not None and body.get("mean") == ""
     names = [] if is_abstention else [owner, body.get("island") if owner is not None else None, body.get("by")]
     for name in names:
         if name is not None and name != by:
@@ -87,12 +88,12 @@ def check_author(path: str, body: Mapping[str, Any], by: int, unit: str) -> None
 
 
 def _owner_of(path: str) -> int | None:
-    """The island that alone may write a record of the log; None: all may."""
+    """Returns the only island that may write a record of the log; None if all may."""
     if path == MEETING:
         return 0
     if path.startswith(VALUES):
         key = path.removeprefix(VALUES).removesuffix(".json")
-        # What ends of a connection leave is anybody's: they prove who they are.
+        # Anyone may write the records of connections: both ends authenticate when they connect.
         match = None if key.startswith(("mesh/", "lost/")) else _VALUES.search(key)
     else:
         match = _OBJECTS.match(path)
@@ -100,7 +101,8 @@ def _owner_of(path: str) -> int | None:
 
 
 def round_of_history(path: str) -> int | None:
-    """The round of a record that stays when the run goes on; 0 for what is of no round, None for what is of now."""
+    """Returns the round of a record that outlives its writer's membership; 0 if it belongs to no round, None for a
+    record of the present."""
     match = _HISTORY.match(path)
     return int(match[1]) if match else 0 if _STANDING.match(path) else None
 
@@ -110,10 +112,11 @@ class Seal(Secret):
 
     Args:
         key: the run's key, at least 16 bytes; empty for none.
-        run_id: names the run; records of another do not open.
-        signer: this island's identity; then all records must be signed by who may write them. Default: none has one.
-        encrypt: records, and the objects that they name, are written so that only holders of the key read them.
-            Records that are encrypted are read in any case.
+        run_id: names the run; records of other runs do not open.
+        signer: this island's identity; then every record must be signed by an island that may write it. Default: no
+            islands have identities.
+        encrypt: encrypt written records, and the objects that they name, for holders of the key. Encrypted records are
+            always readable with the key, whatever this says.
 
     Attributes:
         run_id, signer: as above.
@@ -133,7 +136,7 @@ class Seal(Secret):
         self.run_id = run_id
 
     def of(self, run_id: str) -> Seal:
-        """The same for another run."""
+        """Returns the same seal for another run."""
         return Seal(self._key, run_id, self.signer, self._encrypts)
 
     def __repr__(self) -> str:
@@ -141,16 +144,16 @@ class Seal(Secret):
 
     @property
     def has_key(self) -> bool:
-        """Whether records are safe from attackers, and not from accidents alone."""
+        """Whether records are authenticated against attackers, not only checked for accidents."""
         return bool(self._key)
 
     @property
     def identities(self) -> dict[str, list[str]]:
-        """The public keys that speak for each island, here; none without identities."""
+        """The public keys listed here for each island; empty without identities."""
         return self.signer.roster.texts if self.signer else {}
 
     def wrap(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """The bytes of a record for `path`.
+        """Returns the bytes of a sealed record for `path`.
 
         Raises:
             ValueError: the body is not JSON (NaN and infinities are not), or too large.
@@ -168,15 +171,15 @@ class Seal(Secret):
         return data
 
     def open(self, path: str, data: bytes, is_of_now: bool = False) -> dict[str, Any]:
-        """The body of the record that lies at `path`.
+        """Authenticates the record at `path` and returns its body.
 
         Args:
-            is_of_now: it counts only if its writer may take part now; see `round_of_history`.
+            is_of_now: accept it only if its writer may take part now; see `round_of_history`.
 
         Raises:
-            ForgedError: it was altered, cut short, moved from another path, written in another run or with another
-                key, or never was a record.
-            UnknownIdentityError: whoever wrote it holds the run's key, but must not write this.
+            ForgedError: the record was altered, cut short, moved from another path, written in another run or with
+                another key, or is no record at all.
+            UnknownIdentityError: its writer holds the run's key, but may not write this record.
         """
         if len(data) > MAX_RECORD_BYTES:
             raise ForgedError(f"the record {path} has {len(data)} bytes, more than the {MAX_RECORD_BYTES} allowed")
@@ -188,7 +191,7 @@ class Seal(Secret):
             raise ForgedError(f"the record {path} is not one of hf_diloco's: {ORIGIN}")
         try:
             text, claimed = body.encode(), mac.encode("ascii")
-        except UnicodeEncodeError:  # half a surrogate pair
+        except UnicodeEncodeError:  # a lone surrogate
             raise ForgedError(f"the record {path} holds no text: {ORIGIN}") from None
         if len(claimed) != _MAC_DIGITS or not hmac.compare_digest(claimed, self.mac(path, text).encode()):
             raise self._not_ours(path)
@@ -226,7 +229,7 @@ class Seal(Secret):
         check_author(path, body, by, signer.roster.unit)
 
     def mac(self, path: str, text: bytes) -> str:
-        """The code that seals a text at a path; without a key, a checksum."""
+        """Returns the MAC of a text at a path; without a key, a checksum."""
         said = pack(_PROTOCOL, self.run_id.encode(), path.encode(), text)
         return hmac.digest(self._key, said, "sha256").hex()
 
@@ -238,7 +241,7 @@ ORIGIN = (
 
 
 def is_wrapped(record: object) -> bool:
-    """Whether a JSON value has the form of what `Seal.wrap` writes, whoever wrote it, and for whatever place."""
+    """Whether a JSON value has the form that `Seal.wrap` writes, whoever wrote it and for whatever path."""
     return isinstance(record, dict) and (record.keys() == {"sealed"} or _has_form(record))
 
 
@@ -249,7 +252,7 @@ def _has_form(record: Mapping[str, Any]) -> bool:
 def _parse(path: str, data: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(data.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):  # also what is nested without end, and numbers of endless digits
+    except (ValueError, RecursionError):  # includes endless nesting and numbers with too many digits
         raise ForgedError(f"the record {path} is not JSON: {ORIGIN}") from None
     if not isinstance(parsed, dict):
         raise ForgedError(f"the record {path} is no JSON object: {ORIGIN}")

@@ -1,10 +1,11 @@
-"""The rendezvous at tcp:// where membership is fixed, and of nodes: island 0, or node 0, keeps the store.
+"""The rendezvous at tcp:// with fixed membership, and for nodes: island 0, or node 0, hosts the store.
 
-    hf-diloco/run         names the run: signed with the run's key, so that others see whose run it is
-    values/KEY.json       each value, sealed for its place; see `store.signing`
+    hf-diloco/run         names the run: signed with the run's key, so that others can tell whose run it is
+    values/KEY.json       each value, sealed for its path; see `store.signing`
 
-What was not sealed with the run's key counts as absent, and is replaced where an island writes. Who reaches the port
-can still remove values, or bring back an older one of the same key, and so stop a run: see docs/security.md.
+A value that was not sealed with the run's key counts as absent, and is replaced when an island writes it. Anyone who
+reaches the port can still remove values, or replay an older value of the same key, and so stop a run: see
+docs/security.md.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.waiting import WaitNotes
 
 MARK_SECONDS = 20.0
-"""How long the mark of a run may take to come: whoever keeps the store sets it as soon as that is open."""
+"""How long the record that names the run may take to appear: the host writes it right after it opens the store."""
 _GREETING_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 
 
 class _Mark(Record):
-    """What names a run, and what those who come must have like whoever keeps the store."""
+    """Names a run, and holds the settings in which every participant must equal the host."""
 
     version: Literal[5]
     run: str
@@ -45,13 +46,13 @@ class _Mark(Record):
 
 
 class Rendezvous(NamedTuple):
-    """Where one rank has met the others.
+    """The store and addresses that one rank got from the rendezvous.
 
     Attributes:
-        store: what all see.
-        key: what seals connections between them; None without the run's key.
-        address: the local address that reaches the store, which is where this rank listens for others.
-        end: ends the store, where this process keeps it; until then that is there as long as `store`.
+        store: shared by all participants.
+        key: seals connections between them; None without the run's key.
+        address: the local address that reaches the store; this rank listens there for others.
+        end: stops the store if this process hosts it; otherwise it runs until `store` is garbage-collected.
     """
 
     store: ValueStore
@@ -69,18 +70,18 @@ def meet(
     silent_for: float,
     notes: WaitNotes,
 ) -> Rendezvous:
-    """Connects to the rendezvous; on the rank that `is_host` also opens it, for as long as that keeps the store.
+    """Connects to the rendezvous; the rank with `is_host` also opens the store, which lives as long as the result.
 
     Args:
-        is_host: this process keeps the store, and begins the run; others wait until it does.
+        is_host: this process hosts the store, and begins the run; others wait until it does.
         who: this island, for messages.
-        size: how many take part, by the setting that says so.
-        silent_for: seconds without an answer until the store counts as gone; a process may stand still for some.
+        size: the setting that gives the number of participants, with its value.
+        silent_for: seconds without an answer until the store counts as gone; its process may stall for a while.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, nobody answers within `join_timeout`, or traffic
-            would cross a public network; the run there has another key, or none, or this process has none; or another
-            `encrypt`, other identities, or another size.
+            would cross a public network; or the key (also its absence), `encrypt`, the identities or the size differ
+            from the run's.
     """
     assert config.rendezvous is not None
     host = StoreHost(config) if is_host else None
@@ -104,7 +105,7 @@ def meet(
 
 
 def has_other_run(store: ObjectStore, seal: Seal) -> bool:
-    """Whether the run there is another than that of `seal`; so is one that does not open with its key.
+    """Whether the store holds another run than that of `seal`; a run that does not open with its key is another.
 
     Raises:
         StoreError: the store does not answer.
@@ -119,7 +120,7 @@ def has_other_run(store: ObjectStore, seal: Seal) -> bool:
 
 
 def _open(config: Place, silent_for: float) -> ObjectStore:
-    """Greets what listens there, which may be anything."""
+    """Connects to the listener at the rendezvous, which may be any program."""
     assert config.rendezvous is not None
     url = url_of(config.rendezvous)
     try:
@@ -146,7 +147,7 @@ def _find_run(store: ObjectStore, credentials: Credentials, rendezvous: str, who
         mark = _Mark.model_validate(_open_mark(found, credentials, there, who))
     except ValidationError:
         raise RendezvousError(f"{who} has another version of hf_diloco than {there}: install one on all") from None
-    if mark.size != size:  # each would wait for others than the other does
+    if mark.size != size:  # each would wait for a different set of peers
         mine, theirs = (f"{name}={value}" for one in (size, mark.size) for name, value in one.items())
         raise RendezvousError(f"{who} has {mine}, and {there} {theirs}: set the same on all")
     if credentials.key and mark.encrypt is not credentials.encrypt:
@@ -171,7 +172,7 @@ def _await_mark(store: ObjectStore, there: str, who: str) -> bytes:
                     "(min_islands, max_islands, exchange)"
                 )
             if has_run := store.get(RUN_PATH, MAX_RECORD_BYTES) is not None:
-                continue  # if it has a mark, that was there before
+                continue  # a mark of this run would have been written before: look once more
             if time.monotonic() >= deadline:
                 raise RendezvousError(f"{there} has not begun {MARK_SECONDS:g} s after its store was opened: {_AGAIN}")
             time.sleep(_POLL_SECONDS)
@@ -183,7 +184,7 @@ _AGAIN = "start all again, or choose another port"
 
 
 def _open_mark(found: bytes, credentials: Credentials, there: str, who: str) -> Mapping[str, object]:
-    """What the mark of a run says; who signed it is looked at later."""
+    """Opens the mark of a run; `_check_identities` checks later who signed it."""
     try:
         return Credentials(credentials.key).seal(NO_RUN).open(MEETING, found)
     except ForgedError:
@@ -206,7 +207,7 @@ def _open_mark(found: bytes, credentials: Credentials, there: str, who: str) -> 
 def _check_identities(
     credentials: Credentials, found: bytes, theirs: Mapping[str, list[str]], who: str, there: str
 ) -> None:
-    """Makes sure that who keeps the store and this island list each other, and everybody else alike."""
+    """Checks that the host and this island list each other, and that both have the same list of identities."""
     signer = credentials.signer
     if signer is None:
         raise RendezvousError(

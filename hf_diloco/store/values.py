@@ -1,7 +1,7 @@
-"""Small values by key in a run's log, sealed like all records: what islands and nodes tell each other beside rounds.
+"""Small values by key in a run's log, sealed like all records, for communication of islands and nodes outside rounds.
 
-links/KEY.json      how the participants of a direct exchange find each other, where islands come and go
-values/KEY.json     where membership is fixed, and of nodes; see `store.tcp_store`
+links/KEY.json      how the participants of a direct exchange connect, where islands come and go
+values/KEY.json     with fixed membership, and for nodes; see `store.tcp_store`
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MAX_ATTEMPTS = 100
 
 
 class BytesRecord(Record):
-    """The value of one key, in base64; None: there was one."""
+    """The value of one key, in base64; None if it was removed."""
 
     value: str | None
 
 
 class ValueStore:
-    """The values of one run. All of it raises `StoreError` where the store does not answer.
+    """The values of one run. Every method raises `StoreError` if the store does not answer.
 
-    What cannot be read, as a stranger has written it, counts as absent, and is replaced.
+    A value that cannot be authenticated, because an outsider wrote it, counts as absent and is replaced.
 
     Args:
         log: of the run. `create` and `add` need a store that can `replace`.
@@ -46,22 +46,22 @@ class ValueStore:
 
     @classmethod
     def in_memory(cls) -> Self:
-        """One of this process alone, and gone with this."""
+        """Makes a store that only this process sees and that lives as long as this object."""
         name = secrets.token_hex(16)
         store = ObjectStore(f"memory://{name}")
         forget_memory(name)
         return cls(RunLog(store, Seal(b"", name)))
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Puts a value in place of what is there."""
+        """Writes a value, and replaces an existing one."""
         self.log.put(self._path(key), _record(value))
 
     def find(self, key: str) -> bytes | None:
-        """The value of a key; None if there is none."""
+        """Returns the value of a key; None if it has none."""
         return self.find_all([key]).get(key)
 
     def find_all(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """The values of those keys that are there, in one question."""
+        """Returns the values of the keys that have one, with a single request."""
         if not keys:
             return {}
         paths = {self._path(key): key for key in keys}
@@ -72,10 +72,10 @@ class ValueStore:
     def wait(
         self, keys: Sequence[str], seconds: float, should_give_up: Callable[[], bool] = lambda: False
     ) -> dict[str, bytes]:
-        """As `find_all`, once all are there, or so many seconds are over.
+        """Waits until all keys have values or the time is over; returns what `find_all` does.
 
         Args:
-            should_give_up: polled while waiting; true ends it.
+            should_give_up: polled while waiting; True ends it.
         """
         begun = REAL.now()
         watch = Watch(self.log.store, (), REAL, paths=[self._path(key) for key in keys])
@@ -85,12 +85,12 @@ class ValueStore:
                 return found
 
     def news(self, prefix: str) -> Callable[[], object]:
-        """What waits until something below a prefix is written after its last call, or half a second is over. The
-        first call returns at once."""
+        """Returns a function that waits until something below a prefix is written after its last call, at most half a
+        second. Its first call returns at once."""
         return Watch(self.log.store, [f"{self._folder}{prefix}"], REAL).ask
 
     def create(self, key: str, value: str | bytes) -> bytes:
-        """Puts a value there unless there is one; returns that which is there now."""
+        """Writes a value if the key has none; returns the value it has now."""
         path, record = self._path(key), _record(value)
         try:
             if (found := _value(self.log.decide(path, record))) is not None:
@@ -100,18 +100,20 @@ class ValueStore:
         return self._change(key, lambda found: _bytes(value) if found is None else found)
 
     def add(self, key: str, amount: int) -> int:
-        """Counts from 0, by a value like others, which a stranger cannot make; returns the sum."""
+        """Adds to a counter that starts at 0; returns the sum. Its value is sealed, so outsiders cannot forge it."""
         if not amount:
             return _count(self.find(key))
-        own = secrets.token_hex(8).encode()  # of two who count to the same number, one must count on
+        # makes the bytes unique: of two writers with the same sum only one succeeds, the other retries
+        own = secrets.token_hex(8).encode()
         return _count(self._change(key, lambda found: b"%d %s" % (_count(found) + amount, own)))
 
     def remove(self, key: str) -> None:
-        """Leaves word that it is gone: `create` and `add` must not take it for what a stranger has deleted."""
+        """Records that the value was removed, so that `create` and `add` do not mistake this for an outsider's
+        deletion."""
         self.log.put(self._path(key), BytesRecord(value=None))
 
     def _change(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:
-        """Puts what `change` makes of a value in its place; returns that."""
+        """Replaces a value by `change(value)`; returns the new value."""
         path = self._path(key)
         for _ in range(_MAX_ATTEMPTS):
             read = self.log.read_tagged(path, BytesRecord)
@@ -140,7 +142,7 @@ def _value(record: BytesRecord | None) -> bytes | None:
 
 
 def _count(value: bytes | None) -> int:
-    """What is no number counts as absent, too."""
+    """Parses a counter; a value that is not a number counts as 0."""
     found = re.match(rb"\d{1,18}(?: |\Z)", value or b"")
     return int(found[0]) if found else 0
 
