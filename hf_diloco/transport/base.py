@@ -1,10 +1,10 @@
-"""What a transport between islands does: average one lane's values, and copy them from one island to the others.
+"""The interface of transports between islands: average one lane's values, and copy them from one island to the others.
 
-A *lane* is the part of the outer state that one rank of each island owns. An `Exchange` joins the owners of one
+A *lane* is the part of the outer state that one rank of each island owns. An `Exchange` connects the owners of one
 lane; it knows islands and numbers, nothing of models or algorithms. Transports differ in how bytes travel, not in
-what comes out: sums run in fp32, in the order of the islands' numbers, with operations that round the same way on
-every processor, so that all islands, and all transports, get the same bits. Codes are counted in blocks from the
-lane's first value, whatever the transport cuts it into.
+their results: sums run in fp32, in the order of the islands' numbers, with operations that round the same way on every
+processor, so that all islands, and all transports, get the same bits. A codec's blocks are counted from the lane's
+first value, however the transport cuts it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.clock import REAL, Clock
 
 Observer = Callable[[torch.Tensor, torch.Tensor], None]
-"""Is shown each block as (own values, average), in order, just before the average replaces the values."""
+"""Called with each block as (own values, average), in order, just before the average replaces the values."""
 
 BLOCK_VALUES = 1 << 18
-"""Values that arithmetic handles at a time: 1 MiB a buffer, so that its passes run in the processor's cache. Any codec
-has whole blocks in it."""
+"""Values that arithmetic handles at a time: 1 MiB a buffer, so that its passes run in the processor's cache. A
+multiple of every codec's block."""
 
 BURST_SECONDS = 0.1
-"""What has not been used of the limit so long before may be made up for."""
+"""A `RateLimit` lets unused allowance of this many seconds be made up for."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What crossed the boundary of this process: payload bytes, counted where they are handed to the transport."""
+    """Payload bytes that this process sent and received, counted when they are handed to the transport."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -49,15 +49,14 @@ class Traffic:
 
 
 class RateLimit:
-    """How fast bytes may leave this process, so that an exchange leaves room on the link for other traffic.
+    """Limits how fast bytes leave this process, so that an exchange leaves room on the link for other traffic.
 
-    A token bucket, which several threads may share.
-
-    In any `t` seconds no more than `(t + BURST_SECONDS) * bytes_per_second` bytes are let through.
+    A token bucket, which several threads may share. In any `t` seconds it lets through at most `(t + BURST_SECONDS) *
+    bytes_per_second` bytes.
 
     Args:
         bytes_per_second: None lets everything through.
-        clock: by which it waits.
+        clock: the clock to wait by.
 
     Raises:
         ValueError: the limit is not more than 0.
@@ -73,10 +72,10 @@ class RateLimit:
         self.bytes_per_second = bytes_per_second
         self._clock = clock
         self._lock = threading.Lock()
-        self._paid_until = float("-inf")  # the moment at which all that was taken is within the limit
+        self._paid_until = float("-inf")  # when everything taken so far is within the limit
 
     def take(self, num_bytes: int) -> None:
-        """Returns once so many bytes may go; who comes first is served first."""
+        """Waits until so many bytes may be sent; first come, first served."""
         if self.bytes_per_second is None:
             return
         with self._lock:
@@ -92,13 +91,13 @@ class RateLimit:
         return None if self.bytes_per_second is None else self.take
 
     def seconds(self, num_bytes: int) -> float:
-        """The least that so many bytes take."""
+        """Returns the shortest time in seconds that so many bytes take."""
         if self.bytes_per_second is None:
             return 0.0
         return max(0.0, num_bytes / self.bytes_per_second - BURST_SECONDS)
 
     def check(self, num_bytes: int, what: str, timeout: float, otherwise: str) -> None:
-        """Raises `ExchangeError` if bytes that must be gone within `timeout` seconds take longer at this rate."""
+        """Raises `ExchangeError` if so many bytes take longer than `timeout` seconds at this rate."""
         seconds = self.seconds(num_bytes)
         if self.bytes_per_second and seconds > timeout:
             raise ExchangeError(
@@ -109,7 +108,7 @@ class RateLimit:
 
 @dataclass(frozen=True)
 class Lane:
-    """One end of a lane, whose owners are joined each to each: what they agree on before they connect.
+    """One end of a lane, whose owners are fully connected: the settings that they agree on before they connect.
 
     Attributes:
         store: where the owners find each other's ports; reachable from all islands.
@@ -118,12 +117,13 @@ class Lane:
         num_islands: islands in the run.
         address: local address to listen on, as the other islands see it.
         timeout: seconds that connecting, and later each whole exchange, may take.
-        key: of the run; with one, the others prove that they hold it, and all that is exchanged is sealed. Default:
-            nobody proves anything, and tensors go as they are.
+        key: of the run; with one, peers prove that they hold it, and all traffic is sealed. Default: peers are not
+            authenticated, and tensors travel unsealed.
         num_connections: between any two owners, the same on all.
         rate_limit: for all that this process sends; lanes may share one. Default: none.
-        parties: which islands the owners are; default: of their numbers.
-        should_give_up: polled, with the seconds waited, until all others have shown where they listen; true ends that.
+        parties: which islands the owners are; default: numbered as the owners are.
+        should_give_up: polled, with the seconds waited, until all peers have published their addresses; True ends the
+            wait.
     """
 
     store: ValueStore
@@ -140,32 +140,32 @@ class Lane:
 
     @property
     def peers(self) -> list[int]:
-        """All owners but this one."""
+        """All owners except this one."""
         return [peer for peer in range(self.num_islands) if peer != self.island]
 
 
 class Exchange(ABC):
     """The owners of one lane, one for each island.
 
-    Every method is collective over the islands and blocks until this island's part is done. An `ExchangeError`
-    leaves `values` undefined and the exchange closed.
+    Every method is collective over the islands and blocks until this island's part is done. An `ExchangeError` leaves
+    `values` undefined and the exchange closed.
     """
 
     island: int
     num_islands: int
 
     def expect(self, size: int, codec: Codec) -> None:
-        """Says that the next values to be prepared are so many, on all islands, whenever they come.
+        """Announces the number of values of the next `prepare`, the same on all islands, whenever it comes.
 
-        What the others send of them need not wait until this island has its own. Does not block; may be left out.
+        Peers' data can then be received before this island has its own. Does not block; optional.
         """
         return
 
     def prepare(self, values: torch.Tensor, codec: Codec) -> None:
-        """Says that `average` of these `values` is the next exchange on all islands, whenever it comes.
+        """Announces that `average` of these `values` is the next exchange on all islands, whenever it comes.
 
-        They may leave at once, and what the others send need not wait until this island asks for it. Does not block;
-        may be left out. The values must stay as they are until then.
+        The values may be sent at once, and peers' data received before this island asks for them. Does not block;
+        optional. The values must not change until then.
         """
         return
 
@@ -177,9 +177,9 @@ class Exchange(ABC):
 
         Args:
             values: this island's values; overwritten.
-            weights: one non-negative weight an island, equal on all; an island of weight 0 takes part in the
-                transfer, but its values are never looked at, not even if they are not numbers.
-            codec: how values travel.
+            weights: one non-negative weight per island, equal on all; an island of weight 0 takes part in the
+                transfer, but its values are never used, not even if they are NaN.
+            codec: the number format on the wire.
             observe: see `Observer`.
 
         Raises:
@@ -197,35 +197,35 @@ class Exchange(ABC):
 
     @abstractmethod
     def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
-        """Sends a small record to all others, beside the values. Does not block.
+        """Sends a small record to all peers, beside the values. Does not block.
 
-        Every island calls it equally often, and in between takes part in the same exchanges. A peer's message counts
-        for the call of the same number.
+        Every island calls it equally often, and takes part in the same exchanges between the calls. A peer's n-th
+        message belongs to this island's n-th call.
 
         Args:
-            message: if it is too long for the transport, the others hear an empty one.
-            notify: called, on any thread, when there is something new to hear, or an island is lost.
+            message: if it is too long for the transport, peers receive an empty one.
+            notify: called, on any thread, when a new message has arrived, or an island is lost.
 
         Returns:
-            False if there is nothing to be heard: the transport carries no messages, or is closed.
+            False if no messages will arrive: the transport carries none, or is closed.
         """
 
     @abstractmethod
     def messages(self) -> dict[int, bytes]:
-        """What the others sent with their call of `send_message` of the same number as the latest here, as far as it
-        has come undamaged. Does not block."""
+        """Returns the peers' messages that belong to the latest `send_message` here, as far as they have arrived
+        undamaged. Does not block."""
 
     def find_broken(self) -> list[int]:
-        """Islands whose connection is known to have broken since the last exchange; does not block."""
+        """Returns the islands whose connection is known to have broken since the last exchange; does not block."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of all connections at once; may be called more than once."""
+        """Closes all connections at once; may be called more than once."""
 
 
 class AverageStats:
-    """What is learnt of an average block by block while these are in the cache: sums for the cosine.
+    """Statistics of an average, computed block by block while the blocks are in cache: sums for the cosine.
 
     Attributes:
         dot: of this rank's own values and the average.
@@ -245,7 +245,7 @@ class AverageStats:
 
 
 class LaneStats(AverageStats):
-    """The same, and a digest of each lane's average."""
+    """The same statistics, and a digest of each lane's average."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,12 +260,12 @@ class LaneStats(AverageStats):
 
     @property
     def digests(self) -> list[str]:
-        """The digest of each lane, in order."""
+        """The digests of the lanes, in order."""
         return [digest.hexdigest() for digest in self._digests]
 
 
 def averaged_by_all(num_islands: int, codec: Codec) -> bool:
-    """Whether each island averages all values by itself, instead of a piece of them for all."""
+    """Whether each island averages all values itself, instead of one piece on behalf of all."""
     return num_islands == 2 or codec.needs_feedback
 
 
@@ -276,22 +276,22 @@ def bytes_to_send(size: int, num_islands: int, codec: Codec) -> int:
 
 
 def cut_into_pieces(size: int, num_islands: int, codec: Codec) -> list[slice]:
-    """One piece an island of `size` values, of nearly equal length, in whole blocks of `codec`."""
+    """Cuts `size` values into one piece per island, of nearly equal length, in whole blocks of `codec`."""
     num_blocks = -(-size // codec.block_values)
     bounds = [min(size, num_blocks * k // num_islands * codec.block_values) for k in range(num_islands + 1)]
     return [slice(low, high) for low, high in pairwise(bounds)]
 
 
 def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep: int) -> torch.Tensor:
-    """The mean of fp32 `parts`, summed in the order given.
+    """Returns the mean of fp32 `parts`, summed in the order given.
 
     Each operation is a plain multiplication or addition: fused multiply-adds would round differently in the vector
     body and the scalar tail of a kernel, and from one processor type to the next, and islands would drift apart.
 
     Args:
-        parts: one an island, of equal length; all but one are overwritten.
-        weights: one non-negative weight an island, not all 0.
-        keep: the index of the part that is left as it is, unless it is the only one that counts.
+        parts: one per island, of equal length; all but one are overwritten.
+        weights: one non-negative weight per island, not all 0.
+        keep: the index of the part that stays unchanged, unless it is the only one with a weight.
 
     Returns:
         The mean, in one of the parts.

@@ -1,8 +1,8 @@
-"""Islands that meet in an object store: each publishes its values as objects, and everyone averages what lies there.
+"""Exchange through an object store: each island publishes its values as objects, and every island averages them all.
 
-Nothing is sent to anybody. A rank owns one contiguous range of the canonical index space and writes it as one object;
-a reader takes from all participants' objects just the blocks that overlap its own range, whatever the number of ranks
-that wrote them. So an island can average at any later time, and without the others being there.
+There are no connections between islands. A rank owns one contiguous range of the canonical index space and writes it
+as one object; a reader fetches from all participants' objects only the blocks that overlap its own range, whatever the
+number of ranks that wrote them. So an island can average at any later time, and without the others being there.
 """
 
 from __future__ import annotations
@@ -21,35 +21,33 @@ from hf_diloco.transport.base import BLOCK_VALUES, Observer, RateLimit, Traffic,
 from hf_diloco.transport.objects import BlockReader, LoadedBlock, ObjectInfo, digest_of, find_cover
 
 OBJECT_BLOCK_VALUES = 1 << 20
-"""Values a block of an object, the least that can be read and checked by itself: 4 MiB of fp32, enough to outweigh a
-request's round trip, and little to read in vain at the two ends of a range."""
+"""Values in a block of an object, the smallest unit that can be read and checked by itself: 4 MiB of fp32, large
+enough to outweigh a request's round trip, and small enough to waste little at the two ends of a range."""
 
 NOBODY = -1
-"""No participant: all parts of a mean may be overwritten."""
+"""No participant: every part of a mean may be overwritten."""
 
 
 class BucketExchange:
     """One rank's end of the object store.
 
-    The mean has the same bits on all islands, for any number of ranks on the side of the writers and of the reader.
-    It has the bits of `MemoryExchange` and `MeshExchange` for two islands, and for any number of them in fp32. With
-    more than two, those send the mean around and encode it once more; here the mean does not travel and stays as it
-    is. A single participant's values are decoded from its object as everyone else's: who catches up later has no
-    others.
+    The mean has the same bits on all islands, for any number of ranks of the writers and of the reader. It has the
+    bits of `MemoryExchange` and `MeshExchange` for two islands, and for any number of them in fp32. With more than
+    two, those send the mean and encode it once more; here it does not travel and stays exact. Even a single
+    participant's values are decoded from its object, because islands that catch up later have no others.
 
     Reading takes `participants + num_transfers` blocks of memory, and `num_transfers` more that just arrived, whatever
-    the size of the model. Publishing takes none for fp32 and one code of the whole range otherwise, and where objects
-    are encrypted one ciphertext of it besides; both are freed at once.
+    the size of the model. Publishing takes no memory for fp32 and one code of the whole range otherwise, plus one
+    ciphertext of it if objects are encrypted; both are freed at once.
 
-    Codes are in blocks of some values, counted from the canonical index 0: where objects and ranges begin, so does a
-    block.
+    A codec's blocks are counted from the canonical index 0: objects and ranges begin at such a block.
 
     Args:
         start: canonical index of the first value of this rank's range; a multiple of the codecs' `block_values`.
         length: values in the range; may be 0.
         num_transfers: range reads, or digests, at a time.
         rate_limit: for all that is published; default: none.
-        seal: encrypts what is published, and opens what is read; default: nothing is encrypted.
+        seal: encrypts published objects, and opens those that are read; default: no encryption.
     """
 
     def __init__(
@@ -77,15 +75,15 @@ class BucketExchange:
         return self.start + self.length
 
     def publish(self, values: torch.Tensor, path: str, codec: Codec) -> tuple[ObjectInfo, Traffic]:
-        """Writes this rank's range as the object `path`. An empty range is announced, but nothing is written.
+        """Writes this rank's range as the object `path`; for an empty range it only returns the `ObjectInfo`.
 
         Args:
-            values: fp32, host, contiguous, `length` values; left as they are.
+            values: fp32, host, contiguous, `length` values; unchanged.
             path: relative to the store's root.
-            codec: how they are written.
+            codec: the number format of the object.
 
         Raises:
-            StoreError: the store did not take it.
+            StoreError: the write failed.
         """
         self._check(values, codec)
         code = torch.empty(0 if codec.is_exact else codec.num_bytes(self.length), dtype=torch.uint8)
@@ -109,9 +107,9 @@ class BucketExchange:
                     digests.append(pool.submit(digest_of, part.numpy().data))
             if self._seal:
                 wait(digests)
-            if self.length:  # while the digests are still at work, where nothing is to be encrypted first
+            if self.length:  # overlaps with the digests, unless blocks are encrypted first
                 data = stored.numpy().data
-                # A store in this process's memory would keep the caller's memory as the object.
+                # A memory:// store would keep the caller's buffer as the object.
                 self._store.put(path, bytes(data) if len(data) <= PART_BYTES else data, self._pace)
             info = ObjectInfo(
                 path=path,
@@ -137,19 +135,19 @@ class BucketExchange:
     ) -> Traffic:
         """Writes the weighted mean over the participants, in their order, to `out`.
 
-        All announcements are checked first; then each block is checked against its digest before it is used.
+        Checks all announcements first, then each block's digest before the block is used.
 
         Args:
             parts: each participant's objects, in any cut and order; those that do not overlap this rank's range are
                 not read.
-            weights: one positive weight a participant.
-            codec: how all of them are written.
+            weights: one positive weight per participant.
+            codec: the number format of all objects.
             out: fp32, host, contiguous, `length` values; undefined after an error.
-            observe: see `Observer`. It is shown this island's own values: `own_values` where they are given, else
-                what their objects hold, else, for an island that takes no part, zeros.
-            own: this island's place among the participants, if it takes part.
-            own_values: what `own` published of this rank's range, exactly, which spares reading it; may be `out`.
-                They count as their code does, or this island would get another mean than the others.
+            observe: see `Observer`. It gets this island's own values: `own_values` if given, else the values of its
+                objects, else, for an island that takes no part, zeros.
+            own: this island's index among the participants, if it takes part.
+            own_values: the exact values that `own` published of this rank's range, which saves reading them; may be
+                `out`. They pass through the codec as well, so that all islands get the same mean.
 
         Raises:
             PayloadError: an object does not fit its announcement, the others, or this rank's range; names it.
@@ -181,7 +179,7 @@ class BucketExchange:
         return Traffic(bytes_received=reader.bytes_received)
 
     def fetch(self, objects: Sequence[ObjectInfo], out: torch.Tensor) -> Traffic:
-        """Reads this rank's range of what was published in fp32, exactly.
+        """Reads this rank's range of objects in fp32, exactly.
 
         Args:
             objects: any cut of the canonical space.
@@ -210,7 +208,7 @@ def _seal(seal: BlockSeal, path: str, number: int, block: memoryview, sealed: me
 
 @dataclass(eq=False, repr=False)
 class _Mixer:
-    """The mean of what the participants' blocks hold, a cache's fill at a time."""
+    """Averages the participants' blocks, one cache-sized piece at a time."""
 
     start: int
     num_parts: int
@@ -224,7 +222,7 @@ class _Mixer:
         self._zeros = torch.zeros(BLOCK_VALUES if self.own is None else 0)
 
     def mix(self, held: dict[int, LoadedBlock], low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (own values, mean) from `low` to `high`; of `held`, those values are used up."""
+        """Returns (own values, mean) from `low` to `high`; overwrites these values in `held`."""
         own_part = self._zeros[: high - low]
         parts = []
         for participant, buffer in enumerate(self._decoded):
@@ -245,7 +243,7 @@ class _Mixer:
         return buffer
 
     def _round_trip(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """This island's own values as the others read them."""
+        """Returns this island's own values as the others decode them."""
         if self.codec.is_exact:
             return values
         self.codec.round_trip(values, buffer)

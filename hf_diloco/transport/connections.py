@@ -1,14 +1,14 @@
 """The sockets of one lane: Gloo groups outside the default world, and waiting on them that ends when a peer is lost.
 
-Gloo wakes what is queued on a connection that breaks, but not the transfer that is half through: its `wait` lasts
-until its timeout, however long ago the peer's machine said goodbye (`Pair::signalException` in Gloo's tcp transport
-passes over the operation being read or written). So a thread of its own does the waiting, and who asked looks now and
-then whether the connection of the transfer that takes so long still stands.
+Gloo wakes transfers that are queued on a connection that breaks, but not the one in progress: its `wait` lasts until
+its timeout, however long ago the peer's machine closed (`Pair::signalException` in Gloo's tcp transport skips the
+operation being read or written). So a separate thread waits, and the caller checks now and then whether the connection
+of a slow transfer is still intact.
 
-A TCP connection sends no more in a round trip than its buffers hold, and one that loses a packet slows down by itself.
-Where links are long, several connections between two islands, each a group of its own, carry more than one.
+A TCP connection sends no more in a round trip than its buffers hold, and slows down when it loses a packet. On long
+links, several connections between two islands, each a group of its own, carry more than one.
 
-Ends find each other in a `Meeting`; with a key they prove there that they hold it, and all that goes over their
+Ends find each other in a `Meeting`; with a key they prove there that they hold it, and all traffic on their
 connections is sealed.
 """
 
@@ -36,15 +36,15 @@ from hf_diloco.utils.listening import GlooListener
 from hf_diloco.utils.threads import call_within, outlive_gloo
 
 PROBE_SECONDS = 0.5
-"""How long one transfer may take before its connection is looked at; a broken one is known after twice that."""
+"""How long a transfer may take before its connection is probed; a broken connection is detected after twice that."""
 
 MIN_PART_BYTES, MAX_PART_BYTES = 1 << 14, 1 << 20
-"""What is sent at a time is cut into at least one part a connection, unless the parts would be smaller than what TCP
-sends at once after a rest, and into more where a rate limit would let through one burst after the other."""
+"""A message is cut into at least one part per connection, unless the parts would be smaller than what TCP sends at
+once after a pause, and into parts small enough that a rate limit does not let them through in bursts."""
 
 GLOO_MORE_SECONDS = 60.0
-"""Gloo gives up connecting so much later than this package does. Else, where both ends give up at about the same time,
-it learns in its own thread that the other end refuses after it has given up, and aborts the process."""
+"""How much later Gloo gives up connecting than this package does. If both ends gave up at about the same time, Gloo's
+own thread would see the other end refuse after it gave up, and abort the process."""
 
 PROBE_TAG = 0
 """Transfers are tagged from 1."""
@@ -115,18 +115,18 @@ class Transfers:
 
 
 class Connections:
-    """The owners of one lane, each joined to each.
+    """The owners of one lane, fully connected.
 
     Args:
-        lane: what they agree on.
+        lane: their common settings.
 
     Raises:
         IslandLostError: the others did not connect in time; or this end cannot listen: its own island is named.
-        ForgedError: who answered for one of them does not hold the key; its island is named.
-        RendezvousError: one of them has another version, or another way to prove itself.
+        ForgedError: a peer that answered does not hold the key; its island is named.
+        RendezvousError: a peer has another version, or authenticates differently.
 
     Attributes:
-        groups: one a connection; none once this end is closed.
+        groups: one per connection; empty once this end is closed.
         parties: which islands are connected.
     """
 
@@ -144,7 +144,7 @@ class Connections:
                     self.groups = _connect_all(meeting, lane, deadline)
             except (IslandLostError, StoreError, RuntimeError, TimeoutError) as error:
                 raise _not_connected(error, lane, deadline) from None
-            except OSError as error:  # of this end's own, which `__cause__` tells
+            except OSError as error:  # a local error of this end; `__cause__` keeps it
                 raise _not_listening(error, lane) from error.with_traceback(None)
             self._sealer = Sealer(meeting.channels) if lane.key else None
         self._waiter = Waiter("hf-diloco-transfers")
@@ -152,25 +152,26 @@ class Connections:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether there is a key."""
+        """Whether traffic is sealed with a key."""
         return self._sealer is not None
 
     def channel(self, peer: int, tag: int) -> Channel | None:
-        """What seals a small message to a peer, or opens one of its own; None without a key."""
+        """Returns the channel that seals and opens small messages of a peer; None without a key."""
         return self._sealer.channels[End(peer, tag % self.num_connections)] if self._sealer else None
 
     def send(
         self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = True
     ) -> None:
-        """Starts sending, as soon as the rate limit allows it; the tensor stays as it is until the transfer has been
+        """Starts sending, as soon as the rate limit allows it; the tensor must not change until the transfer has been
         waited for.
 
-        With a key it is sealed, for its place among what is sent with this tag: a tag is used with one `Transfers`
-        only at each end, and never again. Without one a checksum goes behind it, if the other end expects one.
+        With a key the tensor is sealed for its place in the sequence sent with this tag: use a tag with one
+        `Transfers` only at each end, and never again. Without a key a checksum follows it, if the other end expects
+        one.
 
         Args:
-            tag: tells transfers apart; the same at both ends.
-            with_checksum: whether a checksum goes behind it, where there is no key; the same at both ends.
+            tag: identifies the transfer; the same at both ends.
+            with_checksum: whether a checksum follows, if there is no key; the same at both ends.
         """
         sealer = self._sealer
         for connection, part in self.spread(tensor, tag):
@@ -184,8 +185,8 @@ class Connections:
     def receive(
         self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = True
     ) -> None:
-        """Starts receiving; see `send`. The tensor is whole once the transfer has been waited for; with a key or a
-        checksum it is then what was sent, or 0 and `peer` is in `Transfers.damaged`."""
+        """Starts receiving; see `send`. The tensor is complete once the transfer has been waited for. With a key or a
+        checksum it then holds what was sent, or zeros, and `peer` is in `Transfers.damaged`."""
         sealer = self._sealer
         for connection, part in self.spread(tensor, tag):
             num_bytes = part.nbytes
@@ -206,12 +207,12 @@ class Connections:
         return self._start("recv", tensor, peer, tag, tag % self.num_connections)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
-        """Blocks until all are done; returns what they moved.
+        """Blocks until all transfers are done; returns their traffic.
 
         Args:
-            deadline: until when; then the connections it concerns are of no more use.
-            meanwhile: called every `PROBE_SECONDS`; what it raises ends the waiting, and `close` is all that then may
-                be called.
+            deadline: after it the connections concerned can no longer be used.
+            meanwhile: called every `PROBE_SECONDS`; an exception from it ends the wait, and then only `close` may be
+                called.
 
         Raises:
             IslandLostError: a peer's connection broke, or it did not send or receive in time.
@@ -223,7 +224,7 @@ class Connections:
         return transfers.take_traffic()
 
     def find_broken(self) -> list[int]:
-        """Peers whose connection has broken; none once this end is closed. Does not block."""
+        """Returns the peers whose connection has broken; none once this end is closed. Does not block."""
         numbers = range(len(self.groups))
         return [peer for peer in self._peers if any(self._is_broken(peer, number) for number in numbers)]
 
@@ -237,10 +238,10 @@ class Connections:
         self.groups.clear()  # dropping the last reference closes Gloo's sockets; abort() does not
 
     def spread(self, tensor: torch.Tensor, tag: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Parts of `tensor`, each with the number of its connection; the same at both ends.
+        """Yields parts of `tensor`, each with the number of its connection; the same at both ends.
 
-        So all connections have their share of every chunk: chunks are waited for in their order, and one that comes
-        over a single slow connection would hold up the others.
+        Every chunk is spread over all connections: chunks are waited for in order, and one that came over a single
+        slow connection would hold up the others.
         """
         if tensor.numel():
             fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, MIN_PART_BYTES))
@@ -262,7 +263,7 @@ class Connections:
         return Work(handle, peer, connection)
 
     def lost(self, peer: int, reason: str) -> IslandLostError:
-        """The error for a peer that is gone or late."""
+        """Returns the error for a peer that is gone or late."""
         return IslandLostError(
             f"{self.parties.name(peer)} was lost during the exchange ({reason}). If its machine is well, the link may "
             "be too slow for exchange_timeout; else start all islands again: the run resumes from the newest round "
@@ -280,8 +281,8 @@ class Connections:
                 position = self._waiter.position
                 if position == suspect:
                     raise self.lost(works[position].peer, "its connection broke") from None
-                # Not if another connection to the peer has broken: one over which nothing comes ends before those that
-                # yet deliver what the peer sent before it left.
+                # Another connection to the peer may break first: an idle one closes before those that still deliver
+                # data which the peer sent before it left.
                 is_held_up = position < len(works) and self._is_broken(
                     works[position].peer, works[position].connection
                 )
@@ -290,12 +291,13 @@ class Connections:
                     meanwhile()
                 continue
             if failure:
-                works.clear()  # the error's traceback would keep them, and they the sockets
+                works.clear()  # the error's traceback would keep the works alive, and they the sockets
                 raise self.lost(*failure)
             return
 
     def _is_broken(self, peer: int, connection: int) -> bool:
-        """A receive cannot be posted on a broken connection; on one that stands it waits for nothing."""
+        """Whether a connection is broken: Gloo then refuses a receive. On an intact one the probing receive just stays
+        pending."""
         try:
             self._probe(peer, connection)
         except IslandLostError:
@@ -306,7 +308,7 @@ class Connections:
         return self._start("recv", torch.empty(1, dtype=torch.uint8), peer, PROBE_TAG, connection)
 
     def wake(self) -> None:
-        """Closes the sockets although somebody waits for a transfer: Gloo does when a receive times out."""
+        """Closes the sockets while a transfer is being waited for: Gloo closes a connection if a receive times out."""
         for connection in range(self.num_connections):
             for peer in self._peers:
                 try:
@@ -322,13 +324,13 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _connect_all(meeting: Meeting, lane: Lane, deadline: Deadline) -> list[ProcessGroupGloo]:
-    """All at once, as each takes many round trips."""
+    """Opens all connections in parallel, because each takes many round trips."""
 
     def connect(number: int) -> ProcessGroupGloo:
         outlive_gloo()
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
         options._timeout = deadline.remaining() + timedelta(seconds=GLOO_MORE_SECONDS)
-        options._threads = 1  # they serve collectives only
+        options._threads = 1  # they only serve collectives
         with GlooListener(lane.address, meeting.hosts) as listener:
             options._devices = [listener.device]
             return ProcessGroupGloo(

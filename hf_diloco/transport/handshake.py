@@ -1,8 +1,8 @@
-"""What the two ends of a connection tell each other before values go over it: who they are, and where Gloo listens.
+"""What the two ends of a connection exchange before any values: their identity, and where Gloo listens.
 
 message   length (4 bytes, big-endian), then as many bytes; once there are keys these are sealed for their number
 
-The proofs are those of `sealing.channel`; `meeting` says in which order all this happens.
+`sealing.channel` defines the proofs, `meeting` the order of the messages.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.transport.waiting import Deadline
 
 MAX_GREETING_BYTES = 1 << 14
-"""Of a message from who has proved nothing."""
+"""Limit of a message from an unauthenticated sender."""
 
 MAX_BYTES = 1 << 20
-"""Of a message from an end of the run."""
+"""Limit of a message from an authenticated end of the run."""
 
 PLACE = 1 << 29
-"""Tells what is sealed here from the transfers that go over the same connection later; those have lower tags."""
+"""Distinguishes messages sealed here from later transfers over the same connection, which have lower tags."""
 
 _LENGTH_BYTES = 4
 
 
 class End(NamedTuple):
-    """Where a connection leads, and which one of those to that peer it is."""
+    """One connection to a peer: the peer, and the number of the connection."""
 
     peer: int
     connection: int
 
 
 class Place(NamedTuple):
-    """Where an end listens for the others."""
+    """The address where an end listens."""
 
     host: str
     port: int
 
 
 def way_of(key: LinkKey | None) -> str:
-    """How an end proves itself, in words that follow "it connects"."""
+    """Describes how an end authenticates, in words that follow "it connects"."""
     if key is None:
         return "without a key"
     return "with a key, encrypted" if key.encrypt else "with a key and encrypt: false"
@@ -71,22 +71,23 @@ class Line:
         self.host = str(writer.get_extra_info("peername")[0])
 
     def trust(self, channel: Channel | None) -> None:
-        """The other end has proved who it is: longer messages may come, and all are sealed if there is a channel."""
+        """Accepts longer messages, because the other end has authenticated; seals all messages if there is a
+        channel."""
         self._channel = channel
         self._max_bytes = MAX_BYTES
 
     def send(self, message: bytes) -> None:
-        """Sends a message, behind what was sent before."""
+        """Queues a message."""
         if self._channel:
             message = self._channel.seal((PLACE, self._num_sent), message)
             self._num_sent += 1
         self._writer.write(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
 
     async def receive(self) -> bytes:
-        """The next message.
+        """Returns the next message.
 
         Raises:
-            ForgedError: it is not what the other end has sealed.
+            ForgedError: the other end did not seal it.
             ValueError: it is too long.
             OSError, EOFError: the other end is gone.
         """
@@ -105,11 +106,11 @@ class Line:
         return opened
 
     def send_parts(self, parts: Sequence[bytes]) -> None:
-        """Sends several in one message."""
+        """Sends several byte strings in one message."""
         self.send(b"".join(len(part).to_bytes(_LENGTH_BYTES, "big") + part for part in parts))
 
     async def receive_parts(self, number: int) -> list[bytes]:
-        """So many that were sent in one message; raises as `receive`."""
+        """Receives a message of `send_parts` with this number of parts; raises as `receive`."""
         rest, parts = await self.receive(), []
         while rest:
             length = int.from_bytes(rest[:_LENGTH_BYTES], "big")
@@ -122,7 +123,7 @@ class Line:
         return parts
 
     def end(self) -> None:
-        """Nothing more is sent; what was is delivered, unless the other end is gone."""
+        """Ends sending; queued messages are still delivered, unless the other end is gone."""
         with suppress(OSError):
             self._writer.write_eof()
 
@@ -132,11 +133,11 @@ class Line:
 
 
 class GlooAddresses(Store):
-    """As much of a store as Gloo needs to tell its addresses. Any number of threads may use it.
+    """The part of a store's interface through which Gloo shares its addresses. Any number of threads may use it.
 
     Args:
         tell: sends a value to all other ends.
-        deadline: until when values are waited for.
+        deadline: until when to wait for values.
     """
 
     def __init__(self, tell: Callable[[str, bytes], None], deadline: Deadline) -> None:
@@ -160,7 +161,7 @@ class GlooAddresses(Store):
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Returns once all keys are there; raises `IslandLostError` if they do not come."""
+        """Waits until all keys have values; raises `IslandLostError` if they do not come."""
         wanted = set(keys)
         with self._changed:
             self._changed.wait_for(
@@ -173,7 +174,7 @@ class GlooAddresses(Store):
         return set(keys) <= self._values.keys()
 
     def hear(self, peer: int, message: bytes) -> None:
-        """Takes what another end tells; raises `ValueError` if that makes no sense."""
+        """Stores a value from another end; raises `ValueError` if the message is malformed."""
         try:
             key, value = json.loads(message)
             with self._changed:
@@ -184,11 +185,11 @@ class GlooAddresses(Store):
             raise ValueError(f"no address: {message[:80]!r}") from None
 
     def num_heard(self, peer: int) -> int:
-        """How many values an end has told."""
+        """Returns the number of values received from an end."""
         return self._num_heard.get(peer, 0)
 
     def fail(self, error: DiLoCoError) -> None:
-        """Nothing more comes: whoever waits is told so."""
+        """Ends all waiting with this error: no more values will come."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()

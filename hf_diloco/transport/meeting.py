@@ -1,14 +1,14 @@
-"""How the ends of a lane meet: on sockets of this package, before Gloo listens.
+"""How the ends of a lane connect: on sockets of this package, before Gloo listens.
 
-Gloo takes whoever connects to its port for a peer, and aborts the process over a message longer than expected. So its
-port is opened only when all ends have met elsewhere, is told to nobody else, and answers their machines only.
+Gloo accepts anyone who connects to its port as a peer, and aborts the process if a message is longer than expected. So
+its port is opened only after all ends have met here; only they learn it, and it accepts only their machines.
 
-    store            mesh/NAME/at/END      where an end listens, and in which way it proves itself
+    store            mesh/NAME/at/END      where an end listens, and how it authenticates
     high -> low end  who is calling whom in which lane; with a key `sealing.channel` follows, both ways
     both ways        from which address this end will connect, then Gloo's addresses; sealed, with a key
 
-Strangers reach a port of this kind while ends meet. What one says is limited in size and time, and so is the number
-of those who have proved nothing: the oldest makes room. One who fails ends nothing: its line is closed, and the end
+Outsiders can reach this port while ends meet. Each connection is limited in size and time, and so is the number of
+unauthenticated ones: beyond it the oldest is closed. A failed one ends nothing: its connection is closed, and the end
 that it claimed to be may still come.
 """
 
@@ -37,22 +37,22 @@ from hf_diloco.transport.waiting import Deadline
 logger = logging.getLogger("hf_diloco")
 
 MAX_STRANGERS = 64
-"""Connections that may have proved nothing at a time; in large lanes, two for each end. As many may wait for that."""
+"""Unauthenticated connections at a time; in large lanes, two for each end. As many more may wait in the backlog."""
 
 STRANGER_SECONDS = 10.0
-"""How long one may take to prove who it is."""
+"""Timeout for authenticating."""
 
 FORGED_SECONDS = 5.0
-"""How long an end that has shown where it listens is waited for after somebody failed to prove that it is this end."""
+"""How long to wait for an end that has published its address after someone failed to authenticate as this end."""
 
 GONE_SECONDS = 2.0
-"""How long a port that an end has shown may refuse connections until that end counts as gone."""
+"""How long an end's published port may refuse connections before the end counts as gone."""
 
 UNREACHABLE_SECONDS = 10.0
-"""How long one tries to connect to a place that an end has shown before people are told."""
+"""How long connecting to an end's published address may fail before the user is warned."""
 
 VERSION = 2
-"""Of how ends connect. In version 1 they met at Gloo's own port."""
+"""Version of this protocol. In version 1 ends met at Gloo's own port."""
 
 _HELLO = struct.Struct(">16s32sII")
 _MAGIC = b"hf-diloco link 2"
@@ -63,33 +63,33 @@ _LINGER_SECONDS = 10.0
 
 
 class Meeting:
-    """One end's. Gloo connects within the `with` block.
+    """One end's part of the meeting. Gloo connects within the `with` block.
 
     Args:
         lane: with at least two ends.
-        deadline: until when all of it may take.
+        deadline: for the whole meeting.
 
     Attributes:
-        channels: the keys of each connection; none without a key.
-        addresses: a store through which Gloo tells its addresses to the other ends, and to nobody else.
+        channels: the channel of each connection; empty without a key.
+        addresses: a store through which Gloo tells its addresses to the other ends only.
 
     Raises:
         IslandLostError: an end did not come; its number is named.
-        ForgedError: who answered for an end does not hold the key; its island is named.
-        RendezvousError: an end has another version, or another way to prove itself.
+        ForgedError: someone who answered for an end does not hold the key; its island is named.
+        RendezvousError: an end has another version, or authenticates differently.
     """
 
     def __init__(self, lane: Lane, deadline: Deadline) -> None:
         self._lane = lane
         self._own, self._peers, self._parties = lane.island, lane.peers, lane.parties
         self._deadline = deadline
-        self._strangers: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
+        self._strangers: dict[asyncio.Task[Any], None] = {}  # by time of arrival
         self._talks: set[asyncio.Task[Any]] = set()
         self._lines: dict[int, Line] = {}
         self._hosts: dict[int, set[str]] = {}
         self._refused: dict[int, ForgedError] = {}
-        self._closed_since: dict[int, float] = {}  # ports of ends that have been refusing connections
-        self._unreached_since: dict[int, float] = {}  # places that lead nowhere; infinite: told
+        self._closed_since: dict[int, float] = {}  # since when an end's port refuses connections
+        self._unreached_since: dict[int, float] = {}  # since when an end is unreachable; infinite once warned
         self.channels: dict[End, Channel] = {}
         self.addresses = GlooAddresses(self._tell, deadline)
         listener = _listen(lane.address)
@@ -112,15 +112,15 @@ class Meeting:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(at_once=kind is not None)
-        if kind is None:  # Gloo fails to connect to an end that is done and closes at once
+        if kind is None:  # Gloo fails to connect to an end that finishes first and closes
             self._all_connected.wait()
 
     @property
     def hosts(self) -> set[str]:
-        """The numeric addresses from which the others will connect."""
+        """The numeric addresses from which peers will connect."""
         return set().union(*self._hosts.values())
 
-    # In the thread of who connects
+    # In the caller's thread
 
     def _meet(self) -> None:
         shown = {"version": VERSION, "way": way_of(self._lane.key), **self._place._asdict()}
@@ -132,7 +132,7 @@ class Meeting:
             raise self._lost([peer for peer in self._peers if peer not in self._hosts], "did not connect") from None
 
     def _find(self) -> dict[int, Place]:
-        """Where all others listen, once they have shown it."""
+        """Waits until all peers have published where they listen; returns their addresses."""
         lane, begun = self._lane, time.monotonic()
         keys = {peer: _path(lane.name, peer) for peer in self._peers}
 
@@ -178,10 +178,11 @@ class Meeting:
     def _end(self, at_once: bool) -> None:
         self._loop.call_soon_threadsafe(self._ended.put_nowait, at_once)
 
-    # In a thread of its own
+    # In the meeting's own thread
 
     def _serve(self, listener: socket.socket, is_up: threading.Event) -> None:
-        """Who waits for this thread goes on in any case: no file may be left for its loop."""
+        """Runs the event loop; releases the threads that wait for it even if it cannot start, for lack of file
+        descriptors."""
         serving = self._run(listener, is_up)
         try:
             asyncio.run(serving)
@@ -202,14 +203,14 @@ class Meeting:
         server = await asyncio.start_server(
             self._receive, sock=listener, limit=MAX_GREETING_BYTES, backlog=MAX_STRANGERS
         )
-        self._met.add_done_callback(lambda _: server.close())  # nobody else may come
+        self._met.add_done_callback(lambda _: server.close())  # accept nobody else
         is_up.set()
         at_once = await self._ended.get()
         server.close()
         if not at_once and self._talks:
             for line in self._lines.values():
                 line.end()
-            await asyncio.wait(self._talks, timeout=_LINGER_SECONDS)  # who closes at once may cut off what it said
+            await asyncio.wait(self._talks, timeout=_LINGER_SECONDS)  # closing at once could cut off sent messages
         self._all_connected.set()
 
     async def _gather(self, places: dict[int, Place]) -> None:
@@ -221,13 +222,13 @@ class Meeting:
         await self._met
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Listens to one who has connected."""
+        """Handles an incoming connection."""
         line, task, peer = Line(reader, writer), asyncio.current_task(), None
         assert task is not None
         self._strangers[task] = None
         if len(self._strangers) > max(MAX_STRANGERS, 2 * len(self._peers)):
             oldest = next(iter(self._strangers))
-            del self._strangers[oldest]  # now: several may come before it ends
+            del self._strangers[oldest]  # at once: several may arrive before the task ends
             oldest.cancel()
         try:
             async with asyncio.timeout(STRANGER_SECONDS):
@@ -245,7 +246,7 @@ class Meeting:
             line.close()
 
     async def _call(self, peer: int) -> None:
-        """Connects to an end until it has answered as it must."""
+        """Connects to an end, and retries until it has authenticated."""
         place = (await self._places)[peer]
         while not self._met.done():
             line = None
@@ -270,7 +271,7 @@ class Meeting:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _watch(self, peer: int) -> None:
-        """Looks whether an end that is to call this one still listens; if not, it has given up, and will not call."""
+        """Checks whether an end that is to call this one still listens; if not, it has given up, and will not call."""
         place = (await self._places)[peer]
         while not self._met.done():
             await asyncio.sleep(_WATCH_SECONDS)
@@ -291,7 +292,7 @@ class Meeting:
             since.pop(peer, None)
 
     def _note_unreached(self, peer: int, place: Place, error: Exception) -> None:
-        """Says so, once, long before the deadline: the end is there, but not where it says."""
+        """Warns, once, long before the deadline, that an end has published an address that cannot be reached."""
         if self._loop.time() - self._unreached_since.get(peer, math.inf) > UNREACHABLE_SECONDS:
             self._unreached_since[peer] = math.inf
             logger.warning(
@@ -306,7 +307,7 @@ class Meeting:
             self._fail(self._lost([peer], "went away before they connected"))
 
     def _identify(self, hello: bytes) -> int:
-        """The number of the end that calls; raises `ValueError` if it calls somebody else."""
+        """Returns the number of the calling end; raises `ValueError` if the call is not for this end."""
         if len(hello) != _HELLO.size:
             raise ValueError("no greeting")
         magic, lane, peer, called = _HELLO.unpack(hello)
@@ -329,12 +330,12 @@ class Meeting:
         return {End(peer, number): parts[number].finish(answer) for number, answer in enumerate(answers)}
 
     async def _talk(self, peer: int, line: Line, channels: dict[End, Channel]) -> None:
-        """Hears what an end that has proved who it is has to say, until it closes the line."""
+        """Receives messages of an authenticated end until it closes the connection."""
         if self._met.done():
             return
         task = asyncio.current_task()
         assert task is not None
-        if earlier := self._lines.pop(peer, None):  # which that end has given up
+        if earlier := self._lines.pop(peer, None):  # a connection that the peer has abandoned
             earlier.close()
         self._lines[peer] = line
         line.trust(channels.get(End(peer, 0)))

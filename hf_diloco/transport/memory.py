@@ -23,7 +23,7 @@ from hf_diloco.utils.text import name_all
 
 
 class MemoryNetwork:
-    """The shared ground of `num_islands` threads; `lane(name, island)` gives each its end of a lane."""
+    """The shared state of `num_islands` threads; `lane(name, island)` gives each its end of a lane."""
 
     def __init__(self, num_islands: int, timeout: float = 60.0) -> None:
         self.num_islands = num_islands
@@ -39,12 +39,12 @@ class MemoryNetwork:
 
 
 class Swaps:
-    """What the threads of one process put down for each other, swap by swap, and who has left.
+    """Swaps of items between the threads of one process, in numbered steps.
 
     Args:
-        num_members: how many threads there are.
-        timeout: seconds that one waits for the others.
-        unit: what messages call one.
+        num_members: number of threads.
+        timeout: seconds that a member waits for the others.
+        unit: what messages call a member.
     """
 
     def __init__(self, num_members: int, timeout: float, unit: str = "island") -> None:
@@ -57,12 +57,13 @@ class Swaps:
         self._num_swaps = [0] * num_members
 
     def swap(self, member: int, item: Any) -> list[Any]:
-        """Gives `item` to all and returns what all gave, in the order of the members.
+        """Gives `item` to all members and returns all their items, in the order of the members.
 
-        It counts also for who wakes up from it only after another one has left: under load that is seconds later.
+        A complete swap also succeeds for a member that wakes up after another one has left, which under load takes
+        seconds.
 
         Raises:
-            IslandLostError: not all came; this one leaves, too.
+            IslandLostError: not all came; this member leaves, too.
         """
         number = self._num_swaps[member]
         self._num_swaps[member] += 1
@@ -74,7 +75,7 @@ class Swaps:
                 lambda: len(given) == self.num_members or member in self.left or self.left - given.keys(),
                 self._timeout,
             )
-            self._given.pop(number - 1, None)  # whoever waits here has taken it
+            self._given.pop(number - 1, None)  # every member that came to this swap has its items
             absent = set(range(self.num_members)) - given.keys()
             missing = sorted(absent & self.left or absent)
         if missing:
@@ -83,7 +84,7 @@ class Swaps:
         return [given[other] for other in range(self.num_members)]
 
     def leave(self, member: int) -> None:
-        """Ends the swaps to which this one has not come."""
+        """Leaves, and ends the swaps to which this member has not come."""
         with self.changed:
             self.left.add(member)
             self.changed.notify_all()
@@ -99,7 +100,7 @@ class _Lane(Swaps):
 
 
 class MemoryExchange(Exchange):
-    """One thread's end of a lane. Sends nothing anywhere, yet counts the bytes that a mesh would send."""
+    """One thread's end of a lane. Moves no bytes, but counts those that a mesh would send."""
 
     def __init__(self, lane: _Lane, island: int) -> None:
         self._lane = lane
@@ -117,13 +118,13 @@ class MemoryExchange(Exchange):
         size = values.numel()
         codes = self._lane.swap(self.island, _encode(values, codec))
         mean = weighted_mean([_decode(code, size, codec) for code in codes], weights, keep=self.island)
-        if not averaged_by_all(self.num_islands, codec):  # as in the mesh: the average travels encoded
+        if not averaged_by_all(self.num_islands, codec):  # as in the mesh, where the average travels encoded
             codec.round_trip(mean, mean)
         if observe:
             for own, average in zip(values.split(BLOCK_VALUES), mean.split(BLOCK_VALUES), strict=True):
                 observe(own, average)
         values.copy_(mean)
-        num_bytes = bytes_to_send(size, self.num_islands, codec)  # in a mesh, each way
+        num_bytes = bytes_to_send(size, self.num_islands, codec)  # in a mesh, in each direction
         return Traffic(num_bytes, num_bytes)
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
@@ -140,7 +141,7 @@ class MemoryExchange(Exchange):
             if self.island in self._lane.left:
                 return False
             self._lane.messages.setdefault(self._num_messages, {})[self.island] = message
-            self._lane.messages.pop(self._num_messages - 2, None)  # whoever waits here has heard it
+            self._lane.messages.pop(self._num_messages - 2, None)  # every island that sent the latest one has read it
             self._lane.notify[self.island] = notify
             self._wake_others()
         return True

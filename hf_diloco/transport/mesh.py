@@ -1,10 +1,11 @@
 """Direct connections between islands: a Gloo group outside the default world, point to point, in chunks.
 
-Two islands send each other their chunks and both average. More than two cut each chunk into one piece an island:
+Two islands send each other their chunks and both average. More than two cut each chunk into one piece per island:
 every piece goes to its owner, which averages in fp32, encodes the average and sends it to all, so that an island sends
-and receives 2 (n-1)/n of its payload, as a ring all-reduce would. Where averages cannot be encoded again (codecs that
-need error feedback, and are small), all send theirs to all. Behind each piece goes its checksum; with a key each is
-sealed instead. Several chunks are in flight at once: one transfer hides the round trip and the arithmetic of another.
+and receives 2 (n-1)/n of its payload, as in a ring all-reduce. If averages cannot be encoded again (with codecs that
+need error feedback, whose payload is small), all send theirs to all. A checksum follows each piece; with a key each is
+sealed instead. Several chunks are in flight at once, so that transfers overlap with the round trips and arithmetic of
+others.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ that its arithmetic takes longer than its way."""
 
 
 class MeshExchange(Exchange):
-    """The owners of one lane, joined by sockets on `address`.
+    """The owners of one lane, connected by sockets on `address`.
 
     Args:
-        lane: what the owners agree on.
-        notes: where islands note whom they lost; default: notes of the lane's own.
-        watch: begins a wait for the others, and returns what is called now and then until it is over; default: nothing
-            is said of waits.
+        lane: the owners' common settings.
+        notes: where islands note whom they lost; default: notes of this lane.
+        watch: begins a wait for the others, and returns a function to call now and then until it is over; default:
+            waits are not reported.
 
     Raises:
         IslandLostError: the others did not connect in time.
-        ForgedError: another one does not hold the key.
+        ForgedError: a peer does not hold the key.
     """
 
     def __init__(self, lane: Lane, notes: LossNotes | None = None, watch: Watch | None = None) -> None:
@@ -84,7 +85,7 @@ class MeshExchange(Exchange):
             for slot, num_values in enumerate(first_chunks(size, codec) if self._peers else ()):
                 self._expected.append(self._expect(slot, num_values, codec))
         except ExchangeError as error:
-            # `average` raises it: who waits for the others until then may learn more.
+            # Left to `average` to raise: until then the caller may learn more from the other islands.
             self._failure = error
 
     def prepare(self, values: torch.Tensor, codec: Codec) -> None:
@@ -117,7 +118,7 @@ class MeshExchange(Exchange):
         self._moved = Traffic()
         size = chunk_values(values.numel(), codec)
         num_slots = num_chunks_in_flight(size, codec)
-        first_slot = len(self._expected)  # those before are for another average, whose values may come meanwhile
+        first_slot = len(self._expected)  # earlier slots belong to another average, whose data may arrive meanwhile
         try:
             if self._failure:
                 raise self._failure
@@ -183,7 +184,7 @@ class MeshExchange(Exchange):
         self.links.close()
 
     def _check_rate(self, num_bytes: int) -> None:
-        """Closes, and raises, if the rate limit alone takes longer than an exchange may."""
+        """Closes, and raises, if the rate limit alone makes the exchange longer than its timeout."""
         what, otherwise = "process sends in an exchange", "choose a payload of fewer bits"
         try:
             self._rate_limit.check(num_bytes, what, self._timeout, otherwise)
@@ -191,12 +192,13 @@ class MeshExchange(Exchange):
             self.close()
             raise
 
-    # One chunk's way: scatter, reduce, finish.
+    # The stages of a chunk: scatter, reduce, finish.
 
     def _expect(self, slot: int, size: int, codec: Codec) -> Chunk:
-        """Starts receiving all that the others will send for a chunk.
+        """Starts receiving all that the peers will send for a chunk.
 
-        Before anything is sent: a sender that finds nobody receiving asks first, which takes a whole round trip.
+        Called before anything is sent: a sender without a posted receive must ask first, which takes a whole round
+        trip.
         """
         chunk = Chunk(size, slot, codec, averaged_by_all(self.num_islands, codec))
         chunk.tag = self._next_tag()
@@ -207,7 +209,7 @@ class MeshExchange(Exchange):
         try:
             self._receive_all(chunk)
         except ExchangeError:
-            chunk.drop()  # the error's traceback would keep transfers, and they the sockets
+            chunk.drop()  # the error's traceback would keep the transfers alive, and they the sockets
             raise
         return chunk
 
@@ -225,7 +227,7 @@ class MeshExchange(Exchange):
                 self.links.receive(piece, peer, chunk.result_tag, chunk.results)
 
     def _scatter(self, chunk: Chunk) -> None:
-        """Encodes the chunk and starts sending each piece to the island that averages it, unless it is under way."""
+        """Encodes the chunk and starts sending each piece to the island that averages it, unless that has begun."""
         if chunk.is_scattered:
             return
         chunk.is_scattered = True
@@ -234,7 +236,7 @@ class MeshExchange(Exchange):
             self.links.send(chunk.code_of(peer), peer, chunk.tag, chunk.transfers)
 
     def _reduce(self, chunk: Chunk, weights: Sequence[float], deadline: Deadline) -> None:
-        """Where each island has a piece of its own: averages it and starts handing it to all."""
+        """If each island owns a piece: averages this island's piece and starts sending it to all."""
         if chunk.is_averaged_by_all or chunk.is_reduced:
             return
         chunk.is_reduced = True
@@ -264,13 +266,13 @@ class MeshExchange(Exchange):
         self._damaged |= transfers.damaged
 
     def _check_damage(self) -> None:
-        """Raises `DamagedTransferError` if something came damaged: at the end, as the others wait for the rest."""
+        """Raises `DamagedTransferError` if data arrived damaged: only at the end, because peers wait for the rest."""
         if self._damaged:
             damaged, self._damaged = self._damaged, set()
             raise DamagedTransferError(damaged, self.links.is_sealed)
 
     def _mean(self, chunk: Chunk, where: slice, weights: Sequence[float]) -> torch.Tensor:
-        """Averages a block of the piece that this island owns; leaves its own values as they are."""
+        """Averages a block of the piece that this island owns; does not change its own values."""
         own = chunk.code_of(self.island)
         parts = [
             self._decode(chunk.received.get(island, own), where, f"part{island}", chunk.codec)
@@ -287,7 +289,7 @@ class MeshExchange(Exchange):
         return code
 
     def _decode(self, code: torch.Tensor, where: slice, buffer: str, codec: Codec) -> torch.Tensor:
-        """The values `where` of `code`; not a copy if nothing need change."""
+        """Decodes the values `where` of `code`; a view, without a copy, if the codec is exact."""
         code = code[codec.locate(where.start, where.stop)]
         if codec.is_exact:
             return code.view(torch.float32)
@@ -296,7 +298,7 @@ class MeshExchange(Exchange):
         return values
 
     def _give_up(self, error: ExchangeError, deadline: Deadline) -> ExchangeError:
-        """Closes, and returns the error that names the island with which it began."""
+        """Closes, and returns the error that names the island that was lost first."""
         if isinstance(error, IslandLostError):
             (peer,) = error.islands
             first = self._notes.find_first(peer, timed_out=deadline.is_over)
@@ -308,7 +310,7 @@ class MeshExchange(Exchange):
     # Buffers, sockets.
 
     def _buffer(self, name: str, slot: int, num_bytes: int) -> torch.Tensor:
-        """A buffer that lives as long as the exchange: fresh memory costs eight times what used memory does."""
+        """Returns a buffer that lives as long as the exchange: fresh memory costs eight times as much."""
         key = f"{name}/{slot}"
         known = self._buffers.get(key)
         if known is None or known.numel() < num_bytes:

@@ -1,14 +1,14 @@
 """Small messages among the owners of a lane, over its open connections: half a round trip each.
 
-Everybody sends one message to all others at a time, and receives theirs. A message is a frame of at most
+In each step every owner sends one message to all others, and receives theirs. A message is a frame of at most
 `MAX_FRAME_BYTES`:
 
     checksum of the rest (xxh3_64, 8 bytes) | length of the message (4 bytes) | the message
     length of what follows (4 bytes) | the message, sealed                    with a key
 
-The buffers for the next messages are handed to Gloo together with this one: a sender then need not ask first whether
-anybody receives, which would take a whole round trip. What does not come, or comes damaged, is simply not there: who
-needs it looks for it elsewhere.
+The receives of the next step are posted together with the sends of this one: otherwise a sender must first ask whether
+a receive is posted, which takes a whole round trip. Lost and damaged messages are dropped: callers that need them get
+them elsewhere.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hf_diloco.transport.waiting import Deadline, Failure, Waiter, Work
 
 MAX_FRAME_BYTES = 1 << 16
 FIRST_TAG = 1 << 30
-"""Of the first message; transfers of values are tagged from 1 and never get so far."""
+"""Tag of the first message; transfers of values count their tags up from 1 and never reach it."""
 _CHECKSUM_BYTES, _LENGTH_BYTES = 8, 4
 _HEADER_BYTES = _CHECKSUM_BYTES + _LENGTH_BYTES
-_FOREVER = 365 * 86400.0  # Gloo closes the connection when it gives up; who waits has a deadline of its own
+_FOREVER = 365 * 86400.0  # a Gloo timeout would close the connection; callers have their own deadlines
 
 
 class _Expected(NamedTuple):
@@ -57,14 +57,14 @@ class Messages:
         self._listener: Waiter | None = None
 
     def send(self, message: bytes, notify: Callable[[], None]) -> bool:
-        """Sends `message` to all; from now on `heard` tells what they send with their call of the same number.
+        """Sends `message` to all peers; `heard` then returns the messages of their calls with the same number.
 
         Args:
-            message: if it is too long for a frame, peers hear an empty one.
-            notify: called, on another thread, whenever a peer has been heard or is lost.
+            message: if it is too long for a frame, peers receive an empty one.
+            notify: called, on another thread, whenever a peer's message arrives or the peer is lost.
 
         Returns:
-            False if the connections are closed: nobody will be heard.
+            False if the connections are closed: no messages will arrive.
         """
         if not self._links.groups:
             return False
@@ -87,11 +87,11 @@ class Messages:
         return True
 
     def heard(self) -> dict[int, bytes]:
-        """What has come of the peers' messages, by their numbers."""
+        """Returns the messages that have arrived, by peer."""
         return dict(self._heard)
 
     def close(self) -> None:
-        """Lets go of all buffers; the connections are to be closed next."""
+        """Drops all buffers; the caller closes the connections next."""
         self._expected.clear()
         if self._listener:
             if self._listener.is_busy:
@@ -100,7 +100,7 @@ class Messages:
             self._listener = None
 
     def _expect(self) -> None:
-        """Has Gloo receive all peers' next messages."""
+        """Posts receives for all peers' next messages."""
         self._expected = {}
         for peer in self._peers:
             frame = torch.zeros(MAX_FRAME_BYTES, dtype=torch.uint8)
@@ -120,7 +120,7 @@ def _take(
     notify: Callable[[], None],
     failure: Failure | None,
 ) -> None:
-    """Keeps a peer's message, if it has come and is not damaged."""
+    """Stores a peer's message, if it arrived undamaged."""
     if failure is None and (message := _unpack(bytes(frame.numpy()), tag, channel)) is not None:
         heard[peer] = message
     notify()
@@ -137,7 +137,7 @@ def _pack(message: bytes, tag: int, channel: Channel | None) -> torch.Tensor:
 
 
 def _unpack(frame: bytes, tag: int, channel: Channel | None) -> bytes | None:
-    """The message; None if it is damaged."""
+    """Returns the message; None if it is damaged."""
     if channel:
         length = int.from_bytes(frame[:_LENGTH_BYTES], "big")
         return channel.open(_place(tag), frame[_LENGTH_BYTES : _LENGTH_BYTES + length])
@@ -148,7 +148,7 @@ def _unpack(frame: bytes, tag: int, channel: Channel | None) -> bytes | None:
 
 
 def _place(tag: int) -> tuple[int, int]:
-    """The only message with its tag."""
+    """The place of the only message with this tag."""
     return tag, 0
 
 

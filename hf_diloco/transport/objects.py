@@ -1,8 +1,7 @@
-"""Objects of values in a store: what one holds, as its writer announces it, and its blocks, downloaded ahead by a few
-threads, checked, and handed over in the order of their values.
+"""Objects of values in a store: their announcements, and their blocks, which a few threads download ahead and check,
+and which are returned in the order of their values.
 
-Announcements come from other islands: nothing is allocated, and nothing is downloaded, on the word of one that does
-not add up.
+Announcements come from other islands: nothing is allocated or downloaded because of one that is inconsistent.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from hf_diloco.store.question import Path
 
 MAX_VALUES = 1 << 48
 MAX_BLOCK_VALUES = 1 << 24
-"""Values a block may have at most: 64 MiB of fp32, of which a reader holds a few."""
+"""Maximum number of values in a block: 64 MiB of fp32, of which a reader holds a few."""
 MAX_BLOCKS = 1 << 20
 
 _Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ObjectInfo(BaseModel):
-    """One object: the code of a contiguous range of the canonical index space, in blocks that are checked singly.
+    """One object: the code of a contiguous range of the canonical index space, in blocks that are checked separately.
 
     Block k holds the values from `start + k * block_values` on; the last one may be shorter. An object of no values
     has no blocks and need not exist.
 
     Attributes:
         format: version of the wire format (docs/codecs.md).
-        path: where it lies, relative to the store's root.
+        path: relative to the store's root.
         codec: name of the number format.
         start: canonical index of the first value; a block of the codec begins there.
         length: values.
         num_bytes: size of the object.
-        block_values: values a block, but for the last.
-        digests: SHA-256 of each block's bytes as they lie there, in hexadecimal.
+        block_values: values per block, except the last.
+        digests: SHA-256 of each block's bytes as stored, in hexadecimal.
         is_sealed: each block is encrypted, and so a little longer; see `sealing.stored`.
     """
 
@@ -97,16 +96,16 @@ class ObjectInfo(BaseModel):
         return self.start + self.length
 
     def offset(self, number: int) -> int:
-        """The byte at which a block begins; of the number after the last, the size of the object."""
+        """Returns the byte at which a block begins; for the number after the last, the size of the object."""
         num_values = min(number * self.block_values, self.length)
         return CODECS[self.codec].num_bytes(num_values) + self.is_sealed * number * BLOCK_OVERHEAD
 
 
 def read_info(record: object) -> ObjectInfo:
-    """Makes an `ObjectInfo` of what another island wrote: the parsed JSON of one.
+    """Validates the parsed JSON of an `ObjectInfo` that another island wrote.
 
     Raises:
-        PayloadError: it is not one, or its numbers do not fit each other.
+        PayloadError: it is not one, or its numbers are inconsistent.
     """
     try:
         return ObjectInfo.model_validate(record)
@@ -123,10 +122,10 @@ def read_info(record: object) -> ObjectInfo:
 
 
 def find_cover(objects: Sequence[ObjectInfo], start: int, length: int, codec: Codec) -> list[ObjectInfo]:
-    """Those of one participant's objects that hold part of `length` values from `start` on, in canonical order.
+    """Returns one participant's objects that hold part of `length` values from `start` on, in canonical order.
 
     Raises:
-        PayloadError: the objects overlap, leave a gap or do not reach so far, or one is of another codec.
+        PayloadError: the objects overlap, leave a gap or do not cover the range, or one has another codec.
     """
     filled = sorted((info for info in objects if info.length), key=lambda info: info.start)
     for info in filled:
@@ -161,9 +160,9 @@ class Block:
     """A block of which one reader needs the values from `low` to `high` (canonical).
 
     Attributes:
-        participant: whose it is.
+        participant: whose block it is.
         info: the object.
-        number: which of its blocks.
+        number: the block's number in the object.
         low: first value needed.
         high: after the last value needed.
     """
@@ -175,7 +174,7 @@ class Block:
     high: int
 
     def locate(self) -> tuple[int, int]:
-        """Where the whole block lies in its object: first byte, and the one after the last."""
+        """Returns the block's byte range in its object: first byte, and the one after the last."""
         return self.info.offset(self.number), self.info.offset(self.number + 1)
 
     @property
@@ -190,10 +189,10 @@ class Block:
 
 
 def iter_blocks(cover: Sequence[ObjectInfo], start: int, length: int, participant: int) -> Iterator[Block]:
-    """The blocks that hold `length` values from `start` on, each once, in canonical order.
+    """Yields the blocks that hold `length` values from `start` on, each once, in canonical order.
 
     Args:
-        cover: what `find_cover` returned for the same range.
+        cover: the result of `find_cover` for the same range.
         start: canonical index of the first value needed.
         length: values needed.
         participant: whose objects they are.
@@ -209,32 +208,32 @@ def iter_blocks(cover: Sequence[ObjectInfo], start: int, length: int, participan
 
 @dataclass(frozen=True)
 class LoadedBlock:
-    """A block whose digest was right; `buffer` begins with the bytes that are needed."""
+    """A block whose digest matched; `buffer` begins with the bytes that are needed."""
 
     block: Block
     buffer: torch.Tensor
 
     def view(self, low: int, high: int, codec: Codec) -> torch.Tensor:
-        """The code of the values from `low` to `high`."""
+        """Returns the code of the values from `low` to `high`."""
         return self.buffer[codec.locate(low - self.block.low, high - self.block.low)]
 
 
 class BlockReader:
     """Reads several participants' blocks ahead, in the order of their values, on a few threads.
 
-    In that order, `participants` blocks hold any one value, and those are all that the caller waits for: as many
-    buffers and one a thread are enough to keep all threads busy, and the caller from waiting for what cannot begin.
+    The caller waits only for the blocks that hold the next value, one per participant. One buffer for each participant
+    and one per thread keep all threads busy, and ensure that these blocks have buffers.
 
     Args:
-        covers: for each participant what `find_cover` returned for the same range; empty if nothing is read of it.
+        covers: for each participant the result of `find_cover` for the same range; empty to read nothing from it.
         start: canonical index of the first value needed.
         length: values needed.
         num_threads: range reads at a time.
-        seal: opens what is encrypted; None without a key.
+        seal: opens encrypted blocks; None without a key.
 
     Attributes:
-        bytes_received: what the blocks handed over so far took, whole.
-        buffer_bytes: of one buffer: room for any block that is needed.
+        bytes_received: total size of the blocks returned so far.
+        buffer_bytes: size of one buffer, enough for any block that is needed.
     """
 
     def __init__(
@@ -258,7 +257,7 @@ class BlockReader:
             ),
             default=0,
         )
-        self._num_free = len(covers) + num_threads  # buffers that may still be made
+        self._num_free = len(covers) + num_threads  # buffers that may still be allocated
         self._free: list[torch.Tensor] = []
         self._under_way: deque[tuple[Block, Future[LoadedBlock]]] = deque()
         self._held: dict[int, LoadedBlock] = {}
@@ -269,10 +268,10 @@ class BlockReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)  # and waits, so that no thread outlives the call
+        self._pool.shutdown(cancel_futures=True)  # also waits, so that no thread outlives the call
 
     def advance(self, position: int) -> dict[int, LoadedBlock]:
-        """Lets go of the blocks that end at `position` and waits for those that begin there.
+        """Frees the blocks that end at `position` and waits for those that begin there.
 
         Returns:
             For each participant the block that holds the value `position`. The caller may overwrite it.
@@ -305,7 +304,7 @@ class BlockReader:
             self._under_way.append((block, self._pool.submit(self._load, block, buffer)))
 
     def _load(self, block: Block, buffer: torch.Tensor) -> LoadedBlock:
-        """Reads the whole block, checks it, and copies what is needed: what a store returns may be its own memory."""
+        """Reads a whole block, checks it, and copies the bytes needed, because a store may return its own memory."""
         first, last = block.locate()
         path = block.info.path
         try:
@@ -337,6 +336,6 @@ class BlockReader:
 
 
 def digest_of(data: memoryview) -> str:
-    """The digest by which a block's bytes are known: SHA-256, in hexadecimal."""
-    # Of hashlib's that nobody can forge, the fastest on processors with SHA instructions: twice BLAKE2b and SHA-512.
+    """Returns the digest of a block's bytes: SHA-256, in hexadecimal."""
+    # hashlib's fastest cryptographic digest on processors with SHA instructions: twice as fast as BLAKE2b and SHA-512.
     return hashlib.sha256(data).hexdigest()

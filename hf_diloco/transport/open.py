@@ -16,24 +16,25 @@ from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.utils.waiting import WaitNotes
 
 SILENT_SECONDS = 60.0
-"""After so long without an answer the store counts as lost: a machine that has stopped closes no connection."""
+"""Seconds without an answer after which the store counts as lost: a machine that has stopped closes no connection."""
 
 
 class Transport(ABC):
     """One rank's access to the other islands.
 
     Attributes:
-        store: small records, by key.
+        store: small values by key.
     """
 
     store: ValueStore
 
     def end(self) -> None:  # noqa: B027 - in memory nothing is kept open
-        """No other training has this access: where this process keeps the store, its port is free afterwards."""
+        """Ends the access; if this process hosts the store, its port is free afterwards."""
 
     @abstractmethod
     def open(self, lane: int) -> Exchange:
-        """Joins the owners of `lane`. Every island's owner must call it; a rank opens its lanes in ascending order."""
+        """Connects the owners of `lane`. Every island's owner must call it; a rank opens its lanes in ascending
+        order."""
 
 
 class MemoryTransport(Transport):
@@ -49,7 +50,7 @@ class MemoryTransport(Transport):
 
 
 class MeshTransport(Transport):
-    """Direct connections, found through a store that island 0's leader keeps.
+    """Direct connections, established through a store that island 0's leader hosts.
 
     Raises:
         RendezvousError: the rendezvous cannot be opened or reached, or the run there has another key.
@@ -97,7 +98,7 @@ class MeshTransport(Transport):
 
 
 def open_transport(config: DiLoCoConfig, is_leader: bool, num_ranks: int) -> Transport:
-    """The transport that the rendezvous calls for; a single island needs none."""
+    """Returns the transport that the rendezvous requires; a single island needs none."""
     if config.num_islands == 1:
         return MemoryTransport(MemoryNetwork(1), ValueStore.in_memory(), 0)
     return MeshTransport(config, is_leader, num_ranks)
