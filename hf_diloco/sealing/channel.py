@@ -1,4 +1,4 @@
-"""A connection that nobody on the way can read or alter: how its two ends come to keys, and how they seal messages.
+"""Connections that nobody in between can read or alter: how the two ends agree on keys, and how they seal messages.
 
 X25519, authenticated by a shared key:
 
@@ -9,9 +9,9 @@ X25519, authenticated by a shared key:
     four keys  = HKDF-SHA256(salt: the shared key, input: X25519(private, public of the other), info: transcript)
     S_A        = where islands have identities: A's signature of the transcript, in the name of its island; else empty
 
-Each pair of messages crosses on the way: a round trip in all. The schedule is that of TLS 1.3 with a pre-shared key
-and an ephemeral exchange (psk_dhe_ke): who learns the shared key later cannot read what was sent before.
-docs/security.md compares the two.
+The two messages of each pair cross on the wire: one round trip in all. The schedule is that of TLS 1.3 with a
+pre-shared key and an ephemeral exchange (psk_dhe_ke): someone who learns the shared key later cannot read earlier
+traffic. docs/security.md compares the two.
 
 Then AES-256-GCM:
 
@@ -20,9 +20,9 @@ Then AES-256-GCM:
     nonce            4 bytes of zeros | counter, which counts this key's messages: no nonce is used twice
     associated data  the message's place: number of the transfer | number of the part in it, 8 bytes each
 
-Both ends know a message's place without being told, and each place has one message: one that was sent before, or for
-another transfer, connection, direction or run, does not open. Without encryption the message stands in clear, and
-the tag is that of an empty ciphertext with place and message as associated data (GMAC).
+Both ends know a message's place without sending it, and each place has one message: a replayed message, or one for
+another transfer, connection, direction or run, does not open. Without encryption the message travels in clear, and the
+tag is that of an empty ciphertext with place and message as associated data (GMAC).
 """
 
 from __future__ import annotations
@@ -51,43 +51,43 @@ from hf_diloco.utils.text import name_all
 
 @dataclass(frozen=True)
 class Parties:
-    """The ends of a lane are numbered from 0; these are the islands there.
+    """Maps the ends of a lane, which are numbered from 0, to islands.
 
     Attributes:
-        islands: which island each end is, by the end's number; empty: the numbers are the islands'.
-        unit: what the run calls one that takes part.
+        islands: the island of each end, by the end's number; empty: the numbers are the islands'.
+        unit: what the run calls a participant.
     """
 
     islands: tuple[int, ...] = ()
     unit: str = "island"
 
     def island(self, end: int) -> int:
-        """Which island an end is."""
+        """Returns the island of an end."""
         return self.islands[end] if self.islands else end
 
     def name(self, end: int) -> str:
-        """As "island 3"."""
+        """Returns for example "island 3"."""
         return f"{self.unit} {self.island(end)}"
 
     def names(self, ends: Collection[int]) -> str:
-        """As "islands 1, 3"."""
+        """Returns for example "islands 1, 3"."""
         return name_all([self.island(end) for end in ends], self.unit)
 
 
 ISLANDS = Parties()
-"""Ends that are numbered as the islands are."""
+"""Ends that have the numbers of their islands."""
 
 TAG_BYTES, COUNTER_BYTES = 16, 8
 OVERHEAD = TAG_BYTES + COUNTER_BYTES
-"""Bytes that a sealed message has more than the message."""
+"""Bytes that sealing adds to a message."""
 
 
 class Channel:
     """One end of a connection. Any number of threads may use it.
 
     Args:
-        send_key: for what this end sends.
-        receive_key: for what the other end sends.
+        send_key: for messages that this end sends.
+        receive_key: for messages that the other end sends.
         encrypt: whether messages are encrypted, or only authenticated.
     """
 
@@ -104,7 +104,7 @@ class Channel:
         self._send.encrypt_into(_nonce(counter), message, _pack(place), sealed[:-COUNTER_BYTES])
 
     def open_into(self, place: tuple[int, int], sealed: memoryview, message: Buffer) -> bool:
-        """Writes the message to `message`; False if it is not what the other end sealed for this place."""
+        """Opens a sealed message into `message`; returns False if the other end did not seal it for this place."""
         nonce = _nonce(sealed[-COUNTER_BYTES:])
         try:
             self._receive.decrypt_into(nonce, sealed[:-COUNTER_BYTES], _pack(place), message)
@@ -113,7 +113,7 @@ class Channel:
         return True
 
     def sign(self, place: tuple[int, int], message: Buffer) -> bytes:
-        """What goes behind a message in clear, `OVERHEAD` bytes."""
+        """Returns the `OVERHEAD` bytes that authenticate a message in clear; they are sent after it."""
         counter = self._next_counter()
         cipher = Cipher(AES256(self._send_key), GCM(_nonce(counter))).encryptor()
         cipher.authenticate_additional_data(_pack(place))
@@ -122,7 +122,7 @@ class Channel:
         return cipher.tag + counter
 
     def verify(self, place: tuple[int, int], message: Buffer, signature: bytes) -> bool:
-        """Whether a message in clear is what the other end has signed for this place."""
+        """Whether the other end signed this message in clear for this place."""
         tag, counter = signature[:TAG_BYTES], signature[TAG_BYTES:]
         cipher = Cipher(AES256(self._receive_key), GCM(_nonce(counter), tag)).decryptor()
         cipher.authenticate_additional_data(_pack(place))
@@ -134,7 +134,7 @@ class Channel:
         return True
 
     def seal(self, place: tuple[int, int], message: bytes) -> bytes:
-        """A small message, sealed in the way of this connection."""
+        """Seals a small message, with or without encryption as the connection requires."""
         if not self.encrypts:
             return message + self.sign(place, message)
         sealed = bytearray(len(message) + OVERHEAD)
@@ -142,7 +142,7 @@ class Channel:
         return bytes(sealed)
 
     def open(self, place: tuple[int, int], sealed: bytes) -> bytes | None:
-        """The message; None if it is not what the other end sealed for this place."""
+        """Opens a small message; None if the other end did not seal it for this place."""
         if len(sealed) < OVERHEAD:
             return None
         message = bytearray(sealed[:-OVERHEAD])
@@ -163,20 +163,20 @@ def _pack(place: tuple[int, int]) -> bytes:
 
 
 MESSAGE_BYTES = 32
-"""Of a public key, and of a confirmation without a signature."""
+"""Size of a public key, and of a confirmation without a signature."""
 
 _PROTOCOL = b"hf-diloco connection 2"
 _PURPOSE = "connection"
 
 
 class Agreement:
-    """One end's part, for one connection; to be used once.
+    """One end's part of a key agreement, for one connection; to be used once.
 
     Args:
         key: see `LinkKey`.
-        name: of what is connected, unique in the run.
+        name: of the lane, unique in the run.
         connection: its number among those between the two.
-        parties: which islands they are; default: of these numbers.
+        parties: the islands of the ends; default: numbered as the ends are.
 
     Attributes:
         public: the first message, for the other end.
@@ -195,10 +195,10 @@ class Agreement:
         self._parties = parties
 
     def confirm(self, public: bytes) -> bytes:
-        """The second message, in answer to the other end's first.
+        """Returns the second message, in answer to the other end's first.
 
         Raises:
-            ForgedError: it is no public key.
+            ForgedError: the first message is not a public key.
         """
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
@@ -214,11 +214,11 @@ class Agreement:
         return _confirmation(mine, self._transcript, signature) + signature
 
     def finish(self, confirmation: bytes) -> Channel:
-        """The connection's keys, if the other end's second message shows that it has them too.
+        """Returns the connection's channel, if the other end's second message proves that it has the same keys.
 
         Raises:
             ForgedError: it does not.
-            UnknownIdentityError: it has them, but is not the island that this connection leads to.
+            UnknownIdentityError: it does, but the other end is not the island that this connection leads to.
         """
         code, signature = confirmation[:MESSAGE_BYTES], confirmation[MESSAGE_BYTES:]
         if not hmac.compare_digest(code, _confirmation(self._theirs, self._transcript, signature)):

@@ -1,7 +1,7 @@
-"""Which island says something: each signs with an Ed25519 key of its own, which the others list (RFC 8032).
+"""Identities: each island signs with its own Ed25519 key (RFC 8032), whose public key the others list.
 
 signature   public key (32 bytes) | Ed25519 signature (64 bytes) of
-            "hf-diloco identity 1", what is signed, the island's number, and what is said
+            "hf-diloco identity 1", the purpose, the island's number, and the signed parts
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _PROTOCOL = b"hf-diloco identity 1"
 
 
 class Roster:
-    """The public keys that speak for each island.
+    """The public keys listed for each island.
 
     Args:
-        unit: what the run calls one that takes part.
+        unit: what the run calls a participant.
     """
 
     def __init__(self, keys: Mapping[int, Sequence[str]], unit: str = "island") -> None:
@@ -32,10 +32,10 @@ class Roster:
         self._listed = {island: [parse_public(text) for text in texts] for island, texts in keys.items()}
 
     def find(self, island: int, public: bytes) -> ListedKey:
-        """The entry of an island's key.
+        """Returns the entry of an island's key.
 
         Raises:
-            UnknownIdentityError: the key is not listed for this island; says what to do.
+            UnknownIdentityError: the key is not listed for this island; gives the remedy.
         """
         for listed in self._listed.get(island, ()):
             if listed.public == public:
@@ -48,17 +48,17 @@ class Roster:
         )
 
     def find_current(self, signer: Signer) -> None:
-        """Makes sure that an island may take part.
+        """Checks that an island may take part now.
 
         Raises:
-            UnknownIdentityError: its key is not listed, or counts until some round only.
+            UnknownIdentityError: its key is not listed, or is valid until some round only.
         """
         last = self.find(signer.number, signer.public).last_round
         if last is not None:
             raise self.retired(signer.number, signer.public, last)
 
     def retired(self, island: int, public: bytes, last_round: int) -> UnknownIdentityError:
-        """The error for an island that shows a key that counts until some round only."""
+        """Returns the error for an island whose key is valid until some round only."""
         return UnknownIdentityError(
             f"{self.unit} {island} shows the identity {show_public(public)}, which counts until round {last_round} "
             f"only (identities.{island}): it was replaced, or the {self.unit} taken out. If it is to take part, make "
@@ -72,7 +72,7 @@ class Signer(Secret):
     """An island's own identity, and those of the others.
 
     Raises:
-        ConfigError: the roster does not list the key for this island, or until some round only.
+        ConfigError: the roster does not list the key for this island, or lists it until some round only.
     """
 
     def __init__(self, private: Ed25519PrivateKey, number: int, roster: Roster) -> None:
@@ -95,25 +95,25 @@ class Signer(Secret):
         return f"Signer({self.roster.unit} {self.number}, {show_public(self.public)})"
 
     def sign(self, purpose: str, *said: bytes) -> bytes:
-        """This island's signature of what it says, behind its public key.
+        """Signs a statement; returns this island's public key and the signature.
 
         Args:
-            purpose: what is signed; a signature is worth nothing for another purpose.
-            said: its parts.
+            purpose: what is signed; the signature is invalid for any other purpose.
+            said: the parts of the statement.
         """
         return self.public + self._private.sign(_text(purpose, self.number, said))
 
     def check(self, island: int, signature: bytes, purpose: str, *said: bytes, last_round: int | None = None) -> None:
-        """Makes sure that an island has said something.
+        """Checks that an island signed a statement.
 
         Args:
             signature: see `sign`.
             purpose, said: likewise.
-            last_round: of the run's history that this belongs to; None: it is said by who takes part now. A key
-                that was replaced counts up to its last round.
+            last_round: the round of the run's history that the statement belongs to; None: the present. A key that was
+                replaced is valid up to its last round.
 
         Raises:
-            UnknownIdentityError: it has not; says why.
+            UnknownIdentityError: the island did not sign it; says why.
         """
         public, proof = signature[:PUBLIC_BYTES], signature[PUBLIC_BYTES:]
         listed = self.roster.find(island, public)

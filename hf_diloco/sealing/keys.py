@@ -1,4 +1,4 @@
-"""Keys that follow from the run's key: one for each purpose and run, so that none is used for two things."""
+"""Keys derived from the run's key: one for each purpose and run, so that no key has two uses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ KEY_BYTES = 32
 
 
 def derive(key: bytes, purpose: str, run: str) -> bytes:
-    """A key for one purpose in one run: HKDF-SHA256 (RFC 5869). It says nothing of `key`, or of other keys.
+    """Derives a key for one purpose in one run: HKDF-SHA256 (RFC 5869). It reveals nothing about `key` or other keys.
 
     Args:
         key: the run's.
-        purpose: what the result is for.
+        purpose: what the derived key is for.
         run: names the run.
     """
     info = pack(b"hf-diloco key 1", purpose.encode(), run.encode())
@@ -27,12 +27,12 @@ def derive(key: bytes, purpose: str, run: str) -> bytes:
 
 
 def pack(*parts: bytes) -> bytes:
-    """Each part behind its length, so that no two lists of parts give the same bytes."""
+    """Joins the parts, each after its length, so that no two lists of parts give the same bytes."""
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
 class Secret:
-    """What holds a key: neither copied nor pickled."""
+    """Base class of objects that hold a key: they cannot be copied or pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError(f"{type(self).__name__} holds a key: it is neither copied nor pickled")
@@ -40,12 +40,12 @@ class Secret:
 
 @dataclass(frozen=True, repr=False)
 class LinkKey(Secret):
-    """What the ends of a connection prove to each other that they hold.
+    """What the ends of a connection authenticate each other with.
 
     Attributes:
         secret: the same at both ends.
         encrypt: whether messages are encrypted, or only authenticated; the same at both ends.
-        signer: this island's identity, where islands have some: each end then proves its own as well.
+        signer: this island's identity, if the run has identities: each end then proves its own as well.
     """
 
     secret: bytes

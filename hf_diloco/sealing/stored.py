@@ -1,13 +1,12 @@
-"""What lies in a store that others reach too: only holders of the run's key can make or read it, each for one place.
+"""Seals values and blocks in a shared store: only holders of the run's key can make or read them, each for one path.
 
     sealed value     base64 of: nonce (12 random bytes) | AES-256-GCM of the value, with its path as associated data
-
     sealed block     nonce (12 random bytes) | ciphertext | tag (16 bytes)
     key              HKDF-SHA256 of the run's, for the object's path
     associated data  the block's number, 8 bytes
 
-Each block of an object opens by itself, so that a reader takes those that it needs. How many an object has, and their
-digests, says the record that announces it.
+Each block of an object opens by itself, so that a reader fetches only those that it needs. The record that announces
+the object has the number of blocks and their digests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hf_diloco.sealing.keys import Secret, derive
 
 _NONCE_BYTES = 12
 BLOCK_OVERHEAD = _NONCE_BYTES + 16  # and the tag
-"""Bytes that a sealed block has more than the block."""
+"""Bytes that sealing adds to a block."""
 
 
 class ValueSeal:
@@ -31,22 +30,22 @@ class ValueSeal:
 
     Args:
         key: the run's.
-        run: names the run; values of another do not open.
+        run: names the run; values of other runs do not open.
     """
 
     def __init__(self, key: bytes, run: str) -> None:
         self._cipher = AESGCM(derive(key, "encrypted records", run))
 
     def wrap(self, path: str, value: bytes) -> str:
-        """The sealed value for a place."""
+        """Seals a value for a path."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return base64.b64encode(nonce + self._cipher.encrypt(nonce, value, path.encode())).decode()
 
     def open(self, path: str, sealed: bytes) -> bytes | None:
-        """The value; None if nobody of this run has sealed it for this place."""
+        """Opens a value; None if it was not sealed in this run for this path."""
         try:
             raw = base64.b64decode(sealed, validate=True)
-            if base64.b64encode(raw) != sealed:  # another spelling of the same bytes
+            if base64.b64encode(raw) != sealed:  # another base64 encoding of the same bytes
                 raise ValueError
             return self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], path.encode())
         except (ValueError, InvalidTag):
@@ -58,7 +57,7 @@ class BlockSeal(Secret):
 
     Args:
         key: the run's.
-        run: names the run; blocks of another do not open.
+        run: names the run; blocks of other runs do not open.
     """
 
     def __init__(self, key: bytes, run: str) -> None:
@@ -68,16 +67,17 @@ class BlockSeal(Secret):
         """Writes a sealed block to `sealed`, which is `BLOCK_OVERHEAD` bytes longer.
 
         Args:
-            number: of the block in it, from 0.
+            path: of the object.
+            number: of the block in the object, from 0.
             block: its bytes.
-            sealed: where to.
+            sealed: the output buffer.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         sealed[:_NONCE_BYTES] = nonce
         self._cipher(path).encrypt_into(nonce, block, _place(number), sealed[_NONCE_BYTES:])
 
     def open(self, path: str, number: int, sealed: memoryview) -> bytes | None:
-        """The block; None if nobody of this run has sealed it for this place."""
+        """Opens a block; None if it was not sealed in this run for this path and number."""
         if sealed.nbytes < BLOCK_OVERHEAD:
             return None
         try:
