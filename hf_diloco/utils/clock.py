@@ -1,4 +1,4 @@
-"""The time that waits and leases take, which a test may have pass faster than real time does."""
+"""The clock of waits and leases, which a test can replace by a faster one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import time
 
 
 class Clock:
-    """This machine's own; whoever waits for other islands, or measures for how long they are silent, is given one."""
+    """This machine's clock; passed to everything that waits for other islands, or measures how long they are
+    silent."""
 
     now = staticmethod(time.monotonic)
-    """Monotonic time in seconds, from any beginning."""
+    """Monotonic time in seconds, from an arbitrary start."""
 
     def sleep(self, seconds: float) -> None:
-        """Returns after so many seconds."""
+        """Sleeps for so many seconds."""
         time.sleep(seconds)
 
     def event(self) -> threading.Event:
-        """An event of which `wait` takes its timeout in this clock's seconds."""
+        """Returns an event whose `wait` takes its timeout in this clock's seconds."""
         return threading.Event()
 
 

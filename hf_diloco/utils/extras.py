@@ -1,4 +1,4 @@
-"""Libraries that only some runs need: the extra of this package that installs each, and one error without it."""
+"""Optional libraries: the extra of this package that installs each, and one error if it is missing."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ EXTRAS = {
     "timm": "timm",
     "torchvision": "timm",
 }
-"""Modules, and the extra that brings each."""
+"""Modules, and the extra that installs each."""
 
 
 def is_installed(module: str) -> bool:
     """Whether a top-level module can be found; imports nothing."""
     try:
         return find_spec(module) is not None
-    except ValueError:  # it was put into sys.modules without a specification
+    except ValueError:  # it is in sys.modules without a spec
         return True
 
 
 def installed_version(package: str) -> str | None:
-    """Of a distribution; None where it is not installed."""
+    """Returns the version of a distribution; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -38,14 +38,14 @@ def installed_version(package: str) -> str | None:
 
 
 def need(what: str, *modules: str) -> None:
-    """Refuses what cannot work without a library that is missing.
+    """Raises an error if a required library is missing.
 
     Args:
         what: the setting or option that needs it, as a user wrote it.
-        modules: of `EXTRAS`.
+        modules: keys of `EXTRAS`.
 
     Raises:
-        ConfigError: naming the missing modules and the command that installs them.
+        ConfigError: names the missing modules and the command that installs them.
     """
     missing = [module for module in modules if not is_installed(module)]
     if missing:
@@ -54,7 +54,7 @@ def need(what: str, *modules: str) -> None:
 
 
 def import_deepspeed_quietly() -> None:
-    """Imports DeepSpeed without its warning, on stdout, that this machine has no accelerator: `doctor` says that.
+    """Imports DeepSpeed without its warning, on stdout, that this machine has no accelerator: `doctor` reports that.
 
     All its other warnings stay, also later.
     """
@@ -63,8 +63,9 @@ def import_deepspeed_quietly() -> None:
 
 
 def keep_deepspeed_quiet() -> None:
-    """The same for a library that may import DeepSpeed later."""
-    logging.getLogger("DeepSpeed").addFilter(_is_worth_telling)  # DeepSpeed gets this logger, and adds to it
+    """Suppresses that warning also for a library that may import DeepSpeed later."""
+    # DeepSpeed gets this same logger and adds its handlers
+    logging.getLogger("DeepSpeed").addFilter(_is_worth_telling)
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:

@@ -1,6 +1,6 @@
-"""Small text files that are replaced whole: a reader, or a crash, sees the old contents or the new, never a part.
+"""Small text files that are replaced atomically: a reader, or a crash, sees the old contents or the new, never a part.
 
-And what a disk that is full, or fails, says to those who write to it.
+Also the errors that a full or failing disk causes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ METRICS_FILE = "metrics.jsonl"
 PROGRESS_FILE = "progress.json"
 STOP_FILE = "stop"
 SUMMARY_FILE = "summary.json"
-"""What lies in an island's folder: its record, where it stands, a wish that it ends, and how it ended."""
+"""Files in an island's folder: its metrics, its progress, a request to stop, and the summary at the end."""
 
 _WRITE_FAILURE = re.compile(
     r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not"
@@ -30,7 +30,7 @@ _WRITE_FAILURE = re.compile(
 def write_whole(path: Path, text: str, durable: bool = True) -> None:
     """Replaces a text file (UTF-8) in a folder that exists.
 
-    If `durable`, returns once it is on disk; else a machine that loses power may lose it.
+    If `durable`, returns once it is on disk; otherwise a power failure may lose it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -46,13 +46,13 @@ def write_whole(path: Path, text: str, durable: bool = True) -> None:
 
 
 def write_json(path: Path, value: Any, durable: bool = True) -> None:
-    """Replaces a JSON file as `write_whole` does, and makes its folder if need be."""
+    """Replaces a JSON file as `write_whole` does, and creates its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(value, indent=1) + "\n", durable)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is none that can be read."""
+    """Reads a JSON object; returns an empty one if the file is absent or invalid."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -70,7 +70,7 @@ def flush(path: Path) -> None:
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for JSON, which has no numbers that are not finite: such a loss becomes null."""
+    """Replaces non-finite numbers by None, because JSON has none."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
@@ -78,7 +78,7 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_write_json(path: Path, values: Mapping[str, Any]) -> str:
-    """As `write_json`, for figures that training can do without; returns why they were not written, else nothing."""
+    """Like `write_json`, for figures that training can do without; returns why the write failed, "" if it did not."""
     try:
         write_json(path, finite(values), durable=False)
     except OSError as error:
@@ -87,9 +87,9 @@ def try_write_json(path: Path, values: Mapping[str, Any]) -> str:
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """Whether a disk that is full, or fails, is behind it.
+    """Whether a full or failing disk caused the error.
 
-    Libraries in C++ and Rust have types of their own for it: `SafetensorError`, torch's `RuntimeError` from its zip
+    Libraries in C++ and Rust have their own types for it: `SafetensorError`, torch's `RuntimeError` from its zip
     writer, a bare `Exception` of tokenizers.
     """
     return isinstance(error, OSError) or (
@@ -98,7 +98,7 @@ def is_write_failure(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something could not be written, in one line."""
+    """Returns why a write failed, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = str(error).strip().partition("\n")[0][:300] or type(error).__name__
@@ -107,7 +107,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def telling(checkpoint: Path) -> Iterator[None]:
-    """Raises `CheckpointError`, which ranks can tell each other, where the disk does not take `checkpoint`."""
+    """Raises `CheckpointError`, which ranks can send each other, if writing `checkpoint` fails on the disk."""
     try:
         yield
     except Exception as error:

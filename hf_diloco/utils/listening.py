@@ -1,13 +1,13 @@
-"""What others can reach of this process: sockets listen only as long as they must, and leave files for training.
+"""Listening sockets that others can reach: they listen only as long as they must, and leave file descriptors for
+training.
 
-A connection that nobody asked for costs a file of the process, and files are limited. Gloo listens from the creation
-of a device to its end, accepts whatever comes, and aborts the process when no file is left, or over a message longer
-than it expects. So its socket answers the machines of the peers only, and as soon as all are connected nobody. The
-rendezvous has to listen to the end; it stops answering while few files are left, and some are kept in reserve for that
-moment.
+An unexpected connection costs a file descriptor, and these are limited. Gloo listens from the creation of a device to
+its end, accepts any connection, and aborts the process when no descriptor is left, or if a message is longer than
+expected. So its socket admits only the machines of the peers, and nobody once all are connected. The rendezvous has to
+listen to the end; it stops answering while few descriptors are left, and some are kept in reserve for that moment.
 
-A socket stops answering by a filter that lets no packet through to it (`SO_ATTACH_FILTER`); connections that it has
-accepted are others' and go on. All of this is for Linux; elsewhere sockets go on listening.
+A socket stops answering by a filter that lets no packet through to it (`SO_ATTACH_FILTER`); connections already
+accepted are separate sockets and go on. All of this is for Linux; elsewhere sockets go on listening.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from hf_diloco.utils.urls import host_and_port
 logger = logging.getLogger(__name__)
 
 RESERVED_FILES = 128
-"""Files that a process with an open port keeps back, for checkpoints and connections that it makes itself."""
+"""File descriptors that a process with an open port reserves, for checkpoints and for its own connections."""
 
 CHECK_SECONDS = 0.25
 
 MAX_FILES = 1 << 16
-"""The highest limit of open files to ask for: some programs walk through all that are possible."""
+"""The highest limit of open files to request: some programs loop over all possible descriptors."""
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # of classic BPF, see Documentation/networking/filter.rst
-_NETWORK_HEADER = 0x1_0000_0000 - 0x10_0000  # from here on operands of a load count from the IP header
-_SOURCE_OFFSETS = {4: 12, 16: 8}  # of the source address there, by its length
+_LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # classic BPF, see Documentation/networking/filter.rst
+_NETWORK_HEADER = 0x1_0000_0000 - 0x10_0000  # load operands from here on count from the IP header
+_SOURCE_OFFSETS = {4: 12, 16: 8}  # of the source address in that header, by the address's length
 _WHOLE_PACKET = 0xFFFF_FFFF
-_DROP_ALL = struct.pack("HBBI", _RETURN, 0, 0, 0)  # the bytes of a packet to let through: none
-_QUEUE_LENGTH = slice(24, 28)  # tcpi_unacked in TCP_INFO; of a listening socket it counts who waits to be accepted
+_DROP_ALL = struct.pack("HBBI", _RETURN, 0, 0, 0)  # number of bytes to let through: none
+_QUEUE_LENGTH = slice(24, 28)  # tcpi_unacked in TCP_INFO: on a listening socket, connections waiting to be accepted
 
 _MAX_DEVICES = 10
 
@@ -53,7 +53,7 @@ _creating = threading.Lock()
 
 
 def raise_file_limit() -> int:
-    """Raises the soft limit of open files to the hard one, at most to `MAX_FILES`; returns the limit from now on.
+    """Raises the soft limit of open files to the hard one, at most to `MAX_FILES`; returns the resulting limit.
 
     Child processes inherit it.
     """
@@ -66,11 +66,11 @@ def raise_file_limit() -> int:
 
 
 class Door:
-    """A listening socket that can stop answering. Connections that were accepted go on.
+    """A listening socket that can stop answering. Accepted connections go on.
 
     Args:
-        file: number of the socket, which somebody else accepts from. It is duplicated, but not by `socket.dup`, which
-            would make both of them block.
+        file: descriptor of the socket, on which other code accepts. It is duplicated, but not by `socket.dup`, which
+            would make both blocking.
     """
 
     def __init__(self, file: int) -> None:
@@ -78,37 +78,37 @@ class Door:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """The address where the socket listens."""
         name = self._listener.getsockname()
         return str(name[0]), int(name[1])
 
     def shut(self) -> None:
-        """From now on who knocks gets no answer."""
+        """Stops answering connection attempts."""
         self._filter(_DROP_ALL)
 
     def admit(self, hosts: Collection[str]) -> None:
-        """From now on only these get an answer: numeric addresses, of the family in which it listens."""
+        """Answers only these hosts from now on: numeric addresses, of the family in which it listens."""
         code = b"".join(_pass_if_from(ipaddress.ip_address(host).packed) for host in hosts) + _DROP_ALL
         self._filter(code)
 
     def has_visitors(self) -> bool:
-        """Whether somebody has connected, accepted or not, and is still there."""
+        """Whether a connection, accepted or not, is open."""
         info = self._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _QUEUE_LENGTH.stop)
         name = self._listener.getsockname()
         return any(info[_QUEUE_LENGTH]) or any(one.name == name and not one.is_listening for one in _sockets())
 
     def limit_queue(self, length: int) -> None:
-        """Lets so many knock at a time before they are accepted; others are asked to knock again."""
+        """Limits the connections that wait to be accepted; further ones are dropped, and their clients retry."""
         with contextlib.suppress(OSError):
             self._listener.listen(length)
 
     def open(self) -> None:
-        """Answers again."""
+        """Answers everybody again."""
         with contextlib.suppress(OSError):
             self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
     def close(self) -> None:
-        """Lets go of the duplicate."""
+        """Closes the duplicate."""
         self._listener.close()
 
     def _filter(self, instructions: bytes) -> None:
@@ -123,30 +123,31 @@ class GlooListener:
 
     Args:
         address: local.
-        hosts: numeric addresses of those who may connect.
+        hosts: numeric addresses that may connect.
 
     Attributes:
         device: for the options of a process group.
-        door: of the device's socket; None where it is not found.
+        door: of the device's socket; None if it was not found.
     """
 
     def __init__(self, address: str, hosts: Collection[str]) -> None:
-        from torch.distributed import ProcessGroupGloo  # the server of a store needs no torch
+        from torch.distributed import ProcessGroupGloo  # a store's server needs no torch
 
-        with _creating:  # what listens afterwards and did not before is the device's
+        with _creating:  # a socket that listens only afterwards is the device's
             for _ in range(_MAX_DEVICES):
                 before = _listening()
                 self.device: Any = ProcessGroupGloo.create_device(hostname=address)
                 new = [number for name, number in _listening().items() if name not in before]
                 self.door = Door(new[0]) if len(new) == 1 else None
                 if len(new) > 1:
-                    continue  # another thread has begun to listen: which of them is the device's?
+                    continue  # another thread began to listen as well: unclear which socket is the device's
                 if self.door is None:
                     return
                 self.door.admit(hosts)
                 if not self.door.has_visitors():
                     return
-                self.door.close()  # somebody was faster than the filter: nobody is told of this device
+                # someone connected before the filter was set: discard this device, whose address nobody knows yet
+                self.door.close()
 
     def __enter__(self) -> GlooListener:
         return self
@@ -158,17 +159,18 @@ class GlooListener:
 
 
 def keep_door(door: Door, owner: object) -> Callable[[], object]:
-    """Has a port stop answering while the process has few files left, as long as `owner` lives.
+    """Stops a port from answering while the process has few file descriptors left, as long as `owner` lives.
 
-    A reserve is held from the start, and given back when the door is shut: connections that come faster than anybody
-    looks may take all other files, but not these. Nor may those that wait to be accepted then: few may wait.
+    A reserve of descriptors is held from the start, and released when the port stops answering: connections that
+    arrive faster than the checks may take all other descriptors, but not these. Connections waiting to be accepted at
+    that moment may not take them either: the queue is short.
 
     Args:
         door: of the port.
-        owner: who accepts.
+        owner: the object that accepts.
 
     Returns:
-        What ends it before.
+        A function that ends this earlier.
     """
     ended = threading.Event()
     size = min(RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
@@ -176,7 +178,7 @@ def keep_door(door: Door, owner: object) -> Callable[[], object]:
 
     def end() -> None:
         ended.set()
-        door.close()  # at once, or the port would stay taken
+        door.close()  # at once, otherwise the port would stay taken
 
     finish = weakref.finalize(owner, end)
     args = (door, host_and_port(*door.address), ended, size)
@@ -225,7 +227,7 @@ def _num_files() -> int:
         return len(os.listdir("/proc/self/fd"))
     except FileNotFoundError:  # not Linux
         return 0
-    except OSError:  # not even this folder can be opened
+    except OSError:  # not even this folder can be opened: no descriptors are left
         return sys.maxsize
 
 
@@ -236,7 +238,7 @@ class _Socket(NamedTuple):
 
 
 def _sockets() -> list[_Socket]:
-    """This process's sockets."""
+    """Lists this process's sockets."""
     found = []
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
@@ -249,12 +251,12 @@ def _sockets() -> list[_Socket]:
 
 
 def _listening() -> dict[Any, int]:
-    """This process's listening sockets: the number of the file, by name."""
+    """Returns the descriptors of this process's listening sockets, by address."""
     return {one.name: one.file for one in _sockets() if one.is_listening}
 
 
 def _pass_if_from(source: bytes) -> bytes:
-    """Instructions that let a packet through if it comes from this address, and else go on behind them."""
+    """Returns instructions that pass a packet from this address, and otherwise continue after them."""
     code, offset = b"", _SOURCE_OFFSETS[len(source)]
     num_words = len(source) // 4
     for number, (word,) in enumerate(struct.iter_unpack(">I", source)):

@@ -8,21 +8,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def steps_taken(scheduler: Any) -> int:
-    """Steps that a schedule has taken or was moved by; 0 of one that `move_schedule` cannot move."""
+    """Returns the steps that a schedule has taken or was moved by; 0 for one that `move_schedule` cannot move."""
     inner = getattr(scheduler, "scheduler", scheduler)
     return inner.last_epoch if isinstance(inner, LambdaLR) else 0
 
 
 def move_schedule(scheduler: Any, step: int) -> bool:
-    """Gives the optimizer the learning rate of `step`, from which the schedule then goes on.
+    """Sets the learning rate of `step`, from which the schedule continues.
 
     Args:
-        scheduler: what the Trainer steps: a scheduler of torch, or what accelerate makes of it.
+        scheduler: what the Trainer steps: a scheduler of torch, or accelerate's wrapper of one.
         step: optimizer steps taken so far, counted as the schedule does.
 
     Returns:
-        Whether it could: only of a `LambdaLR`, as nearly all of the Trainer's are, is the rate at a step known without
-        the steps before.
+        Whether it could: only a `LambdaLR`, as nearly all of the Trainer's are, knows the rate at a step without the
+            steps before.
     """
     inner = getattr(scheduler, "scheduler", scheduler)
     if not isinstance(inner, LambdaLR):

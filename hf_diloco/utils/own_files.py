@@ -1,6 +1,6 @@
-"""Classes that settings name: those of a folder of the package, and FILE.py:CLASS in a user's own files.
+"""Classes that settings name: those in a folder of the package, and FILE.py:CLASS in a user's own files.
 
-Only settings of this machine are looked at.
+Only this machine's own settings can name such a file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FORM = "FILE.py:CLASS"
 
 
 def classes_in(package: str, base: type[T]) -> list[type[T]]:
-    """The classes that the files of a package define: a new file there needs no entry anywhere else.
+    """Finds the classes that the files of a package define: a new file there needs no entry anywhere else.
 
     Args:
-        package: name; all of its modules are imported.
-        base: of which they are; they are complete, and have a `name` of their own.
+        package: its name; all of its modules are imported.
+        base: base class; classes found are concrete, and define a `name`.
 
     Returns:
-        in the order of the files' names, and as they stand in a file.
+        The classes in the order of the file names, and of their definition in a file.
     """
     found = []
     for file in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -43,20 +43,20 @@ def classes_in(package: str, base: type[T]) -> list[type[T]]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a setting names a class of a file."""
+    """Whether a setting names a class in a user's file."""
     return _NAME.fullmatch(name) is not None
 
 
 def load_own(name: str, base: type[T]) -> type[T]:
-    """The class that a setting names.
+    """Loads the class that a setting names.
 
     Args:
-        name: FILE.py:CLASS; FILE as seen from the working directory.
-        base: of which it must be.
+        name: FILE.py:CLASS; FILE is relative to the working directory.
+        base: the required base class.
 
     Raises:
-        ValueError: there is no such file or class, it is of another kind or not complete, or the file cannot be run;
-            with the remedy.
+        ValueError: there is no such file or class, it is of another kind or abstract, or the file cannot be run; with
+            the remedy.
     """
     path, wanted = _split(name)
     found = getattr(_run(path), wanted, None)
@@ -72,7 +72,8 @@ def load_own(name: str, base: type[T]) -> type[T]:
 
 
 def check_names(name: str, found: type, needed: Iterable[str], taken: Container[str]) -> None:
-    """Raises `ValueError` if a method of the user's says no `needed` text, or calls itself as one of the package's."""
+    """Raises `ValueError` if a user's class lacks a `needed` text attribute, or has the name of one of the
+    package's."""
     for attribute in needed:
         if not isinstance(getattr(found, attribute, None), str):
             raise ValueError(f"{name!r}: {found.__name__} says no {attribute}: give the class a text of that name")
@@ -81,7 +82,8 @@ def check_names(name: str, found: type, needed: Iterable[str], taken: Container[
 
 
 def identify(name: str) -> str:
-    """What must be equal on all who train together: a name of the package's, or a class with a digest of its file."""
+    """Returns what all participants must agree on: the name of a class of the package, or a class and its file's
+    digest."""
     if not is_own(name):
         return name
     path, wanted = _split(name)
@@ -105,7 +107,7 @@ def _run(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pydantic look there for names
+    sys.modules[module_name] = module  # dataclasses and pydantic look names up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""An identity's public key as people write it into a run file; looks at nothing but the text.
+"""An identity's public key in the text form of a run file. Parses text only; reads no files.
 
 ed25519:dGhlIDMyIGJ5dGVzIG9mIGEgcHVibGljIGtleSAtLS0            takes part
-ed25519:dGhlIDMyIGJ5dGVzIG9mIGEgcHVibGljIGtleSAtLS0 until 120  did, up to round 120
+ed25519:dGhlIDMyIGJ5dGVzIG9mIGEgcHVibGljIGtleSAtLS0 until 120  took part, up to round 120
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ListedKey:
 
     Attributes:
         public: the Ed25519 public key, 32 bytes.
-        last_round: records of later rounds are refused, and so is whoever connects with it; None: it takes part.
+        last_round: records of later rounds are refused, and so are connections; None: the key is in use.
     """
 
     public: bytes
@@ -27,12 +27,12 @@ class ListedKey:
 
 
 def show_public(public: bytes) -> str:
-    """The text of a public key: 32 bytes as URL-safe base64, behind the algorithm's name."""
+    """Returns the text of a public key: 32 bytes as URL-safe base64, after the algorithm's name."""
     return f"ed25519:{base64.urlsafe_b64encode(public).decode().rstrip('=')}"
 
 
 def parse_public(text: str) -> ListedKey:
-    """The key that a text names; raises `ValueError` if it names none."""
+    """Parses the text of a public key; raises `ValueError` if it is not one."""
     match = _TEXT.fullmatch(text.strip())
     public = base64.urlsafe_b64decode(f"{match[1]}=") if match else b""
     if match is None or show_public(public) != f"ed25519:{match[1]}":

@@ -1,4 +1,4 @@
-"""Secrets kept out of everything that is written for people: run.json, reports, logs, messages."""
+"""Removes secrets from everything that people read: run.json, reports, logs, messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = (
     r"(?:[A-Za-z0-9]+[._-])*(?:" + _NOT_OF_A_TOKENIZER + r"token|secret|password|passwd|pwd|credentials?|authorization"
     r"|signature|sig|(?:api|access|secret|account|private|signing|diloco)[_-]?(?:access[_-]?)?key|diloco_identity)"
 )
-"""What a setting, variable or part of a query is called that holds a secret; not pad_token, key_file or max_tokens."""
+"""Names of settings, variables and query parameters that hold a secret; not pad_token, key_file or max_tokens."""
 
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s'\",;&)}\]]+)"
 _IS_SECRET = re.compile(_NAME, re.IGNORECASE)
@@ -23,17 +23,17 @@ _HIDE = (
     (re.compile(r"-----BEGIN ([A-Z ]{0,20})PRIVATE KEY-----.*?(?:-----END \1PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
     (re.compile(r"(\b[a-z][a-z0-9+.-]{0,30}://)[^/?#\s'\"@]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),  # user:password@
     (re.compile(rf"((?<![A-Za-z0-9_.-]){_NAME}=){_VALUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(rf"(([\"']){_NAME}\2: ?){_VALUE}", re.IGNORECASE), rf"\1'{HIDDEN}'"),  # of a dict that is printed
+    (re.compile(rf"(([\"']){_NAME}\2: ?){_VALUE}", re.IGNORECASE), rf"\1'{HIDDEN}'"),  # of a printed dict
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), f"hf_{HIDDEN}"),
 )
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """A copy of settings with `***` in place of secrets.
+    """Returns a copy of settings with `***` in place of secrets.
 
     Args:
         value: of a setting, or mappings and lists of them.
-        name: of the setting; one that is called as secrets are is hidden whatever it holds, if it is text.
+        name: of the setting; text under the name of a secret is always hidden.
     """
     if isinstance(value, Mapping):
         return {key: redact(part, str(key)) for key, part in value.items()}
@@ -45,7 +45,7 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Text without passwords in addresses, signatures in queries, NAME=VALUE of secrets, and tokens known by form."""
+    """Hides passwords in addresses, signatures in queries, NAME=VALUE of secrets, and tokens of a known form."""
     for pattern, shown in _HIDE:
         text = pattern.sub(shown, text)
     return text

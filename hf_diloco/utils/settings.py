@@ -1,4 +1,4 @@
-"""What all blocks of settings have in common."""
+"""Common parts of all blocks of settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_diloco.utils.text import one_line
 
 
 class Block(BaseModel):
-    """A block of settings: unknown keys are errors, and so are true and false where a number belongs.
+    """A block of settings: unknown keys are errors, and so are true and false in place of a number.
 
-    Python, and so pydantic, takes these for 1 and 0.
+    Python, and so pydantic, accepts them as 1 and 0.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -32,7 +32,7 @@ class Block(BaseModel):
 
 @contextmanager
 def refusing(what: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
-    """Where a library is given settings: `ConfigError` says why it refuses them, by one of these errors."""
+    """Converts these errors of a library that rejects settings to a `ConfigError` with the reason."""
     try:
         yield
     except errors as error:
@@ -40,7 +40,7 @@ def refusing(what: str, errors: type[Exception] | tuple[type[Exception], ...] = 
 
 
 def compile_pattern(setting: str, pattern: str) -> re.Pattern[str]:
-    """A regular expression that a setting holds; raises `ConfigError` if it is none."""
+    """Compiles a regular expression from a setting; raises `ConfigError` if it is invalid."""
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -48,7 +48,7 @@ def compile_pattern(setting: str, pattern: str) -> re.Pattern[str]:
 
 
 def _is_boolean_for_number(value: Any, annotation: Any) -> bool:
-    """Whether a value, or an item of it, is true or false where its type allows numbers and no booleans."""
+    """Whether a value, or an item of it, is true or false although its type allows numbers and no booleans."""
     if isinstance(value, list | tuple):
         return any(_is_boolean_for_number(item, kind) for item in value for kind in get_args(annotation))
     kinds = alternatives(annotation)
@@ -56,7 +56,7 @@ def _is_boolean_for_number(value: Any, annotation: Any) -> bool:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The types of a union, without what `Annotated` adds to them."""
+    """Returns the types of a union, without their `Annotated` metadata."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return alternatives(arguments[0])

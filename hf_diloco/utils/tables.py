@@ -16,17 +16,17 @@ _ANY_WIDTH = 1000
 
 
 def plain(value: str) -> Text:
-    """What others wrote: no markup, and nothing that a terminal would obey."""
+    """Returns untrusted text without markup or terminal control characters."""
     return Text(printable(value))
 
 
 def warning(message: str) -> Text:
-    """A line that begins with "warning:"."""
+    """Returns a line that begins with "warning:"."""
     return Text.assemble(("warning: ", "bold yellow"), plain(message))
 
 
 def fact_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """A name and its value a row."""
+    """Returns a table with one name and value per row."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -36,12 +36,12 @@ def fact_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def empty_table(columns: Iterable[str], words: Collection[str] = (), long: Collection[str] = ()) -> Table:
-    """A table with a line under its headings.
+    """Returns an empty table with a line under its headings.
 
     Args:
         columns: their headings.
-        words: those that hold words; others hold numbers, to the right.
-        long: those that give way where the terminal is narrow.
+        words: columns that hold text; the others hold numbers, aligned right.
+        long: columns that are wrapped if the terminal is narrow.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
@@ -51,7 +51,7 @@ def empty_table(columns: Iterable[str], words: Collection[str] = (), long: Colle
 
 
 def print_figures(console: Console, *parts: RenderableType) -> None:
-    """Prints tables of figures, and other parts: in a narrower terminal lines are broken, not figures left out."""
+    """Prints tables and other parts. On a terminal that is too narrow, lines wrap, so that no figures are cut off."""
     width = console.width
     for part in parts:
         console.width = max(width, _needed(console, part)) if isinstance(part, Table) else width
@@ -60,7 +60,8 @@ def print_figures(console: Console, *parts: RenderableType) -> None:
 
 
 def within(console: Console, group: Group) -> Group:
-    """What `print_figures` prints, with the lines that are broken: for a place whose height must be known."""
+    """Returns the parts as `print_figures` prints them, with their lines already wrapped, so that the height is
+    known."""
 
     def broken(part: RenderableType) -> RenderableType:
         if not isinstance(part, Table):
@@ -74,7 +75,7 @@ def within(console: Console, group: Group) -> Group:
 
 
 def _needed(console: Console, table: Table) -> int:
-    """The width at which only columns that give way are narrower than their cells; each of them has its heading's."""
+    """Returns the width that a table needs if its wrapping columns are only as wide as their headings."""
     options = console.options.update(max_width=_ANY_WIDTH)
 
     def width(part: RenderableType) -> int:
@@ -87,5 +88,5 @@ def _needed(console: Console, table: Table) -> int:
 
 
 def output() -> Console:
-    """Standard output, for a command that shows something and ends: what cannot be written is an `OSError`."""
+    """Returns a console on standard output, for a command that prints and exits: a failed write raises `OSError`."""
     return Console(highlight=False)

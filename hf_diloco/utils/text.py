@@ -1,4 +1,4 @@
-"""Figures and names as a person reads them; what was not measured is a dash."""
+"""Formats figures and names for people; a missing value is a dash."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ import math
 from collections.abc import Collection, Iterable
 
 MISSING = "—"
-LONGEST = 400  # characters of what a library says
+LONGEST = 400  # characters of a library's message
 
 
 def count(value: float | None) -> str:
-    """A count with thousands separators."""
+    """Formats a count with thousands separators."""
     return MISSING if value is None else f"{value:,.0f}"
 
 
 def rate(value: float | None) -> str:
-    """A count a second: 12,815, or 0.57 where little happens."""
+    """Formats a rate per second: 12,815, or 0.57 if it is small."""
     return number(value, 2) if value is not None and 0 < value < 9.5 else count(value)
 
 
 def short_count(value: float | None) -> str:
-    """A count in three digits: 151M parameters."""
+    """Formats a count in three digits: 151M parameters."""
     return MISSING if value is None else _scaled(value, ("", "k", "M", "B", "T"), "")
 
 
 def size(value: float | None) -> str:
-    """Bytes in decimal units, as networks are measured."""
+    """Formats bytes in decimal units, as networks are measured."""
     return MISSING if value is None else _scaled(value, ("B", "kB", "MB", "GB", "TB", "PB", "EB"), " ")
 
 
 def share(value: float | None) -> str:
-    """A part of 1 as per cent."""
+    """Formats a fraction of 1 as a percentage."""
     return MISSING if value is None else f"{100 * value:.1f} %"
 
 
 def loss(value: float | None) -> str:
-    """A loss, in nats."""
+    """Formats a loss, in nats."""
     return MISSING if value is None else f"{value:.4f}" if abs(value) < 1e6 else number(value)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Significant digits."""
+    """Formats a number with so many significant digits."""
     return MISSING if value is None else f"{value:.{digits}g}"
 
 
 def ratio(value: float | None) -> str:
-    """How many times less: 20.0x, 512x."""
+    """Formats a reduction factor: 20.0x, 512x."""
     if value is None:
         return MISSING
     return f"{value:.1f}x" if value < 100 else f"{value:,.0f}x"
 
 
 def perplexity(value: float | None) -> str:
-    """exp(loss): three digits are enough, whole above 1000."""
+    """Formats exp(loss): up to four significant digits, whole above 1000."""
     if value is None or not math.isfinite(value):
         return MISSING if value is None else str(value)
     if value >= 1e6:
@@ -62,7 +62,7 @@ def perplexity(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration: 0.4 s, 42 s, 3 min 20 s, 5 h 12 min."""
+    """Formats a duration: 0.4 s, 42 s, 3 min 20 s, 5 h 12 min."""
     if value is None:
         return MISSING
     if value < 59.5:
@@ -75,7 +75,7 @@ def seconds(value: float | None) -> str:
 
 
 def plural(noun: str, num: int) -> str:
-    """The noun in its number."""
+    """Returns the noun in singular or plural."""
     return noun if num == 1 else f"{noun}s"
 
 
@@ -85,7 +85,7 @@ def counted(num: int, noun: str) -> str:
 
 
 def numbers(values: Iterable[int], limit: int = 10) -> str:
-    """A set of numbers in order, runs of them as spans (`1-3, 7, 9-12`); a long list is cut."""
+    """Formats a set of numbers in order, with runs as spans (`1-3, 7, 9-12`); a long list is truncated."""
     spans: list[list[int]] = []
     for value in sorted(values):
         if spans and value == spans[-1][1] + 1:
@@ -102,28 +102,29 @@ def name_all(values: Collection[int], unit: str = "island") -> str:
 
 
 def printable(value: str) -> str:
-    """Text that others wrote, on one line: nothing in it that a terminal would obey, or that turns it around."""
+    """Returns untrusted text on one line, without terminal control characters or bidirectional overrides."""
     return "".join(char if char.isprintable() else "?" for char in value)
 
 
 def one_line(error: BaseException | str) -> str:
-    """What a library's error says, without its line breaks and its length: lists of all that is known are long."""
+    """Returns a library's error text without line breaks, truncated: some list all known names."""
     said = " ".join(str(error).split()) or type(error).__name__
     return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What a misspelt or shortened name may mean, for the end of a clause; empty if it is like none."""
+    """Suggests the known name that a misspelt or shortened one may mean, for the end of a clause; "" if none is
+    similar."""
     candidates = list(known)
     by_small = {one.lower(): one for one in candidates}
     close = [by_small[one] for one in difflib.get_close_matches(name.lower(), by_small, n=1)]
-    longer = [one for one in candidates if name in one.split("_")]  # delay, for fragment_sync_delay
+    longer = [one for one in candidates if name in one.split("_")]  # such as delay, for fragment_sync_delay
     meant = close or (longer if len(longer) == 1 else [])
     return f" (did you mean {meant[0]}?)" if meant else ""
 
 
 def _scaled(value: float, units: tuple[str, ...], space: str) -> str:
-    """Three significant digits and a unit in steps of 1000."""
+    """Formats three significant digits and a unit in steps of 1000."""
     index = 0
     while value >= 999.5 and index < len(units) - 1:
         value, index = value / 1000, index + 1

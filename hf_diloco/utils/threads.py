@@ -1,4 +1,4 @@
-"""Calls on threads of their own: one that must not take too long, several at once, or one that nobody waits for."""
+"""Calls on other threads: one with a timeout, several at once, or one in the background."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 @cache
 def outlive_gloo() -> None:
-    """Its threads may still want the interpreter while it shuts down, which aborts the process."""
+    """Delays the interpreter's exit: Gloo's threads may still need it, and would abort the process."""
     atexit.register(time.sleep, 0.2)
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns what `call` returns, or raises what it raises, unless it takes longer.
+    """Returns or raises what `call` does, unless it takes longer than `seconds`.
 
-    Some of Gloo's wait for ever for a machine that has stopped without closing its connections. The call goes on in a
-    thread that nobody waits for.
+    Some of Gloo's calls wait forever for a machine that has stopped without closing its connections. Such a call goes
+    on in a thread that nobody waits for.
 
     Raises:
         TimeoutError: there is no answer after `seconds`.
@@ -36,10 +36,10 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def ask_together(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return, in their order: the first is made on this thread, and each other on one of its own.
+    """Returns the results of the calls, in order: the first runs on this thread, each other on its own.
 
     Raises:
-        BaseException: what the first of those that failed raised, after all have ended.
+        BaseException: the error of the first call that failed, after all have ended.
     """
     if not calls:
         return []
@@ -51,7 +51,7 @@ def ask_together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def _begin(call: Callable[[], T]) -> Future[T]:
-    """The answer of a call that is made on a thread which does not keep the process."""
+    """Starts a call on a daemon thread, which does not keep the process alive; returns its future."""
     answer = Future[T]()
     threading.Thread(target=_answer, args=(answer, call), name="hf-diloco-question", daemon=True).start()
     return answer
@@ -65,7 +65,7 @@ def _answer(answer: Future[T], call: Callable[[], T]) -> None:
 
 
 def call_behind(call: Callable[[], object], passing: type[Exception]) -> None:
-    """Makes a call that nobody waits for, and whose failure nobody needs to hear of, if it is of a kind."""
+    """Makes a call in the background; ignores errors of the type `passing`."""
 
     def run() -> None:
         with suppress(passing):

@@ -1,12 +1,12 @@
-"""Addresses: hosts on which islands and nodes may listen, and the text of where they meet.
+"""Addresses: hosts on which islands and nodes may listen, and the URL of the rendezvous.
 
-Looks at nothing but the text, and imports nothing that takes time. Object stores:
+Parses text only, and imports nothing slow. Object stores:
 
 file:///DIR            a folder, such as a network file system that all islands mount
-s3://BUCKET/PREFIX     Amazon S3 and what speaks its protocol (AWS_ENDPOINT_URL)
+s3://BUCKET/PREFIX     Amazon S3 and stores that speak its protocol (AWS_ENDPOINT_URL)
 gs://BUCKET/PREFIX     Google Cloud Storage
 az://CONTAINER/PREFIX  Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME)
-http://HOST:PORT/NAME  a server that `hf-diloco rendezvous` keeps; https:// behind a proxy that speaks TLS
+http://HOST:PORT/NAME  a server of `hf-diloco rendezvous`; https:// behind a proxy that speaks TLS
 memory://NAME          this process alone; for tests
 """
 
@@ -21,16 +21,16 @@ from hf_diloco.errors import ConfigError
 
 STORE_SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
 VALID_URLS = "file:///DIR, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or http://HOST:PORT/NAME"
-"""What users are told. Nobody but a test has a use for memory://NAME."""
+"""The forms that messages list. Only tests use memory://NAME."""
 
 _SEGMENT = r"(?!\.{1,2}(?:/|\Z))[A-Za-z0-9._=+-]+"
 OBJECT_PATH = re.compile(rf"{_SEGMENT}(?:/{_SEGMENT})*")
-"""Paths of objects: relative, without . and .., of characters that mean nothing to any store."""
+"""Paths of objects: relative, without . and .., of characters that are special in no store."""
 MAX_PATH = 512
 MAX_SERVED_PATH = 2 * MAX_PATH + 1
 """On a server, and so in its folder: the name of a run, and a path in it."""
 is_object_path = re.compile(rf"(?=.{{1,{MAX_PATH}}}\Z){OBJECT_PATH.pattern}").fullmatch
-"""Whether an object may have a path: a match, or None."""
+"""Whether an object may have this path: a match, or None."""
 
 _CLOUD_URL = re.compile(rf"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/({OBJECT_PATH.pattern}))?/?")
 _SERVER_URL = re.compile(
@@ -43,7 +43,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_address(host: str) -> Address | None:
-    """A numeric address, in any form that the system takes (0, 127.1, ::ffff:10.0.0.1); None for a name."""
+    """Parses a numeric address, in any form that the system takes (0, 127.1, ::ffff:10.0.0.1); None for a name."""
     try:
         address: Address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -56,7 +56,8 @@ def parse_address(host: str) -> Address | None:
 
 
 def check_specific(host: str) -> str:
-    """Returns `host`; raises `ConfigError` if it stands for all interfaces of a machine, and leads to none."""
+    """Returns `host`; raises `ConfigError` if it stands for all interfaces of a machine: nobody can connect to
+    that."""
     address = parse_address(host)
     if address is not None and address.is_unspecified:
         raise ConfigError(
@@ -68,29 +69,29 @@ def check_specific(host: str) -> str:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As URLs have them: an address of version 6 in brackets."""
+    """Formats host and port as in URLs: an IPv6 address is put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_public(numeric: str) -> bool:
-    """Whether an address is one of the internet."""
+    """Whether an address is public."""
     address = parse_address(numeric)
     return address is not None and address.is_global
 
 
 def is_loopback(numeric: str) -> bool:
-    """Whether an address reaches this machine alone."""
+    """Whether an address reaches this machine only."""
     address = parse_address(numeric)
     return address is not None and address.is_loopback
 
 
 def is_object_store(url: str) -> bool:
-    """Whether a rendezvous is meant to be an object store; `check_store_url` says whether it can be one."""
+    """Whether a rendezvous has the scheme of an object store; `check_store_url` checks the rest."""
     return url.partition(":")[0] in STORE_SCHEMES
 
 
 def check_between_processes(url: str) -> None:
-    """Raises `ConfigError` for memory://NAME, which other processes do not see."""
+    """Raises `ConfigError` for memory://NAME, which other processes cannot see."""
     if url.startswith("memory:"):
         raise ConfigError(
             f"rendezvous {url!r}: islands are processes, and share no memory: use file:///DIR, or another object store"
@@ -98,9 +99,9 @@ def check_between_processes(url: str) -> None:
 
 
 def check_store_url(url: str) -> str:
-    """Returns the URL without a slash at its end.
+    """Returns the URL without a trailing slash.
 
-    Raises `ConfigError` if it has none of the forms that this module's text lists.
+    Raises `ConfigError` if it has none of the forms in this module's docstring.
     """
     if url.startswith("file:"):
         path = unquote(url.removeprefix("file://"))
@@ -116,7 +117,7 @@ def check_store_url(url: str) -> str:
 
 
 def split_server_url(url: str) -> tuple[str, str, int, str] | None:
-    """Scheme, host, port and path of the address of a server of `hf-diloco rendezvous`; None if it is none."""
+    """Splits the URL of a server of `hf-diloco rendezvous` into scheme, host, port and path; None for other URLs."""
     match = _SERVER_URL.fullmatch(url)
     if match is None:
         return None
@@ -125,7 +126,7 @@ def split_server_url(url: str) -> tuple[str, str, int, str] | None:
 
 
 def _may_be_host(name: str) -> bool:
-    """Whether the system can be asked for its address: it refuses some, such as a..b, by an error of another kind."""
+    """Whether the system can resolve a name: for some, such as a..b, it raises an unusual error."""
     try:
         return bool(name.encode("idna"))
     except UnicodeError:
@@ -133,11 +134,12 @@ def _may_be_host(name: str) -> bool:
 
 
 def split_tcp_url(url: str) -> tuple[str, int]:
-    """Host and port of a `tcp://HOST:PORT` address; raises `ConfigError` if it is none, or HOST cannot be reached."""
+    """Splits `tcp://HOST:PORT` into host and port; raises `ConfigError` if it is invalid, or HOST is every
+    interface."""
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:  # an unclosed bracket, a port that is no number or too large
+    except ValueError:  # an unclosed bracket, or an invalid port
         parts, port = None, None
     if parts and parts.scheme != "tcp":
         raise ConfigError(

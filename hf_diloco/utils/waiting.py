@@ -1,8 +1,8 @@
-"""Says, while something is waited for, for whom and how long: `island 0: waiting for island 1 (12 s of 600 s)`.
+"""Logs for whom a wait is, and how long it has lasted: `island 0: waiting for island 1 (12 s of 600 s)`.
 
-Whatever waits for other islands or nodes calls `Wait.look` now and then; a call that blocks goes into `Wait.blocking`.
-Nothing is said in the first seconds, and then one line every half minute, over all waits of one `WaitNotes` together:
-an island that is a little faster than the others does not fill its log with lines of every round.
+Code that waits for other islands or nodes calls `Wait.look` now and then; a blocking call goes into `Wait.blocking`.
+Nothing is logged in the first seconds, and then one line every half minute, over all waits of one `WaitNotes`
+together: an island that is a little faster than the others does not log lines in every round.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _POLL_SECONDS = 0.5
 
 
 class WaitNotes:
-    """What one island or node says about its waits, at WARNING; for any number of threads.
+    """Logs the waits of one island or node, at WARNING; for any number of threads.
 
     Args:
         number: of the island or node that waits.
         unit: "island" or "node".
-        first: seconds of a wait before it is told.
+        first: seconds of a wait before it is logged.
         every: seconds from one line to the next, whichever wait it is about.
-        clock: by which the waits are measured.
+        clock: measures the waits.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class WaitNotes:
         self._next_at = -float("inf")
 
     def begin(self, limit: float, what: str = "", where: str | None = None) -> Wait:
-        """A wait begins.
+        """Starts a wait.
 
         Args:
             limit: seconds that it may take; infinite: no limit.
-            what: it is for, as "round 7".
-            where: the others should come to, as "tcp://host:port".
+            what: its purpose, as "round 7".
+            where: the place that the others should reach, as "tcp://host:port".
         """
         return Wait(self, limit, f"{self._who}: {what}: " if what else f"{self._who}: ", f" at {where}" * bool(where))
 
     def watch(self, limit: float, what: str, missing: Collection[int]) -> Callable[[], None]:
-        """A wait begins; what is to be called now and then until it is over. See `begin` and `Wait.look`."""
+        """Starts a wait; returns the function to call now and then until it is over. See `begin` and `Wait.look`."""
         return partial(self.begin(limit, what).look, missing)
 
     def names(self, numbers: Collection[int]) -> str:
@@ -67,7 +67,7 @@ class WaitNotes:
         return name_all(numbers, self.unit)
 
     def say(self, begun: float, text: Callable[[], str]) -> None:
-        """Logs `text()`, if the wait that has `begun` then is long enough and nothing was said just before."""
+        """Logs `text()`, if the wait that began at `begun` is long enough and nothing was logged recently."""
         now = self.clock.now()
         if now - begun >= self.first and now >= self._next_at:
             self._next_at = now + self._every
@@ -75,7 +75,7 @@ class WaitNotes:
 
 
 class Wait:
-    """One wait, from its making on; see `WaitNotes.begin`."""
+    """One wait, which starts with this object; see `WaitNotes.begin`."""
 
     def __init__(self, notes: WaitNotes, limit: float, prefix: str, suffix: str) -> None:
         self._notes = notes
@@ -85,11 +85,11 @@ class Wait:
         self._begun = notes.clock.now()
 
     def look(self, missing: Callable[[], str | Collection[int]] | str | Collection[int], why: str = "") -> None:
-        """Says for whom this waits, if it is time to.
+        """Logs for whom this waits, if a line is due.
 
         Args:
-            missing: numbers of those who are waited for, or words; called only when something is said.
-            why: what keeps them away, where that is known.
+            missing: numbers of the missing islands or nodes, or text; called only if a line is logged.
+            why: why they are missing, if known.
         """
 
         def text() -> str:
@@ -103,7 +103,7 @@ class Wait:
 
     @contextmanager
     def blocking(self, missing: Callable[[], str | Collection[int]] | str | Collection[int]) -> Iterator[None]:
-        """Looks from a thread of its own while the caller blocks in a library."""
+        """Calls `look` from another thread while the caller blocks in a library."""
         over = self._notes.clock.event()
 
         def watch() -> None:

@@ -1,4 +1,4 @@
-"""Buffers that are used again and again, each thread its own."""
+"""Reusable buffers, separate for each thread."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Workspace(threading.local):
-    """Buffers of one thread that last: fresh memory costs eight times what used memory does."""
+    """Reusable buffers of one thread: fresh memory costs eight times as much."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D buffer of `size` undefined elements, which the next call of that name may return as well."""
+        """Returns a 1-D buffer of `size` undefined elements, which the next call with this name may return as well."""
         key = (name, dtype, device)
         known = self._buffers.get(key)
         if known is None or known.numel() < size:
