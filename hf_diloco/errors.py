@@ -8,13 +8,13 @@
      │    └── FingerprintError       the islands do not train the same thing
      ├── ExchangeError          a synchronisation failed; nothing was changed by it
      │    ├── IslandLostError        an island is missing or late; names it
-     │    ├── DamagedTransferError   what an island sent came otherwise; names it
+     │    ├── DamagedTransferError   an island's data arrived corrupt; names it
      │    ├── MissedRoundError       a round passes without this island, which goes on training
      │    ├── StoreError             the object store did not answer, or refused
      │    │    └── StoreFullError        it has no space left
-     │    └── PayloadError           an object is gone, or does not hold what its island announced
-     ├── ForgedError            a record was not written by an island of this run, for this place
-     │    └── UnknownIdentityError   it holds the run's key, but is not who it says; names the island
+     │    └── PayloadError           an object is gone, or does not match its announcement
+     ├── ForgedError            a record was not written by an island of this run, for this path
+     │    └── UnknownIdentityError   its author holds the run's key, but not the island's identity; names the island
      ├── DivergedError          islands that should hold equal outer parameters do not
      ├── CheckpointError        outer state is missing, incomplete or of another run
      └── StopRequested          this island was asked to stop while it waited for the others
@@ -30,7 +30,8 @@ from hf_diloco.utils.redact import redact_text
 
 
 class DiLoCoError(Exception):
-    """The root of all errors that hf_diloco raises on purpose. Their messages hold no secrets of settings and URLs."""
+    """The base class of all errors that hf_diloco raises on purpose. Messages contain no secrets of settings and
+    URLs."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redact_text(arg) if isinstance(arg, str) else arg for arg in args))
@@ -41,11 +42,11 @@ class ConfigError(DiLoCoError, ValueError):
 
 
 class UnsupportedError(DiLoCoError):
-    """The model, optimizer or DeepSpeed configuration cannot be synchronised. The message says why."""
+    """The outer loop cannot synchronise this model, optimizer or DeepSpeed configuration. The message says why."""
 
 
 class RendezvousError(DiLoCoError):
-    """The islands could not find each other within the time allowed."""
+    """The islands could not find each other in time."""
 
 
 class DuplicateIslandError(RendezvousError):
@@ -57,7 +58,7 @@ class FingerprintError(RendezvousError):
 
 
 class ExchangeError(DiLoCoError):
-    """A synchronisation failed. No parameter and no outer state was changed by it."""
+    """A synchronisation failed. It changed no parameter and no outer state."""
 
 
 class IslandLostError(ExchangeError):
@@ -73,7 +74,7 @@ class IslandLostError(ExchangeError):
 
 
 class DamagedTransferError(ExchangeError):
-    """Numbers that another island sent do not have the checksum that it sent along, or were not sealed by it.
+    """Data from another island do not match their checksum, or that island did not seal them.
 
     Attributes:
         islands: the numbers of the islands that sent them.
@@ -91,14 +92,14 @@ class DamagedTransferError(ExchangeError):
 
 
 def damage(is_sealed: bool) -> str:
-    """What shows that something came otherwise than it was sent."""
+    """Describes the evidence that received data are corrupt."""
     if is_sealed:
         return "it was altered on its way, or sent before or for another place: its seal does not hold"
     return "its checksum differs"
 
 
 class MissedRoundError(ExchangeError):
-    """A round passes without this island, which trains on and brings its progress to a later one."""
+    """A round passes without this island, which trains on and contributes its progress to a later round."""
 
 
 class StoreError(ExchangeError):
@@ -110,7 +111,7 @@ class StoreFullError(StoreError):
 
 
 class PayloadError(ExchangeError):
-    """An object is gone, or does not hold what the island that wrote it announced: cut short, altered, misshapen.
+    """An object is gone, or does not match its announcement: cut short, altered, malformed.
 
     Attributes:
         path: the object's.
@@ -122,10 +123,10 @@ class PayloadError(ExchangeError):
 
 
 class ForgedError(DiLoCoError):
-    """A record was not written with this run's key for the place where it lies; or who connects does not hold it.
+    """A record was not sealed with this run's key for its path; or a peer that connects does not hold the key.
 
     Attributes:
-        island: in whose name; None if that is not known.
+        island: the island that it claims to come from; None if unknown.
     """
 
     def __init__(self, message: str, island: int | None = None) -> None:
@@ -134,14 +135,14 @@ class ForgedError(DiLoCoError):
 
 
 class UnknownIdentityError(ForgedError):
-    """Who holds the run's key does not hold the identity of the island in whose name it speaks."""
+    """A record or peer has the run's key, but not the identity of the island that it claims to be."""
 
 
 class DivergedError(DiLoCoError):
     """Islands that must hold bit-identical outer parameters do not.
 
     Attributes:
-        is_state_sound: this island's state before the round is what all agreed on, and worth a checkpoint.
+        is_state_sound: this island's state before the round is the agreed one, and worth a checkpoint.
     """
 
     def __init__(self, message: str, is_state_sound: bool = False) -> None:

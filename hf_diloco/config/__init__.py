@@ -1,1 +1,1 @@
-"""Settings of the outer loop, and what all blocks of settings have in common."""
+"""Settings of the outer loop, and the common parts of all blocks of settings."""

@@ -1,4 +1,4 @@
-"""What will surprise in a run, said before any time is spent."""
+"""Warnings about a run's settings, given before any time is spent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIN_ROUNDS_FOR_MOMENTUM = 50
 
 
 def warn_about_plan(config: DiLoCoConfig, max_steps: int) -> None:
-    """Warns of too few steps, an end off a boundary, momentum that does not fit; says what hides nothing."""
+    """Warns of too few steps, an end between two rounds, and unsuitable momentum; notes fragments without a delay."""
     if max_steps < config.sync_every and not (config.is_streaming or config.meets_in_store):
         logger.warning(
             "no round takes place, and each island trains by itself: max_steps (%d) is less than sync_every (%d). Set "
@@ -27,7 +27,8 @@ def warn_about_plan(config: DiLoCoConfig, max_steps: int) -> None:
     _warn_about_end(config, max_steps)
     if config.num_islands > 1 or config.meets_in_store:
         _warn_about_momentum(config, max_steps)
-        if config.num_fragments > 1 and not config.delay:  # no warning: smaller exchanges may be all that is wanted
+        # info, not a warning: the user may only want smaller exchanges
+        if config.num_fragments > 1 and not config.delay:
             logger.info(
                 "num_fragments %d without fragment_sync_delay: training waits for each exchange, in sum about as long "
                 "as with one fragment. With fragment_sync_delay it goes on meanwhile",
@@ -36,7 +37,7 @@ def warn_about_plan(config: DiLoCoConfig, max_steps: int) -> None:
 
 
 def tell_who_is_alone(config: BaseModel, unit: str = "island") -> None:
-    """Warns of an island or node that trains alone because nobody told it that there are others."""
+    """Warns that an island or node trains alone because no number of islands or nodes is set."""
     setting = f"num_{unit}s"
     if not is_given(config, setting):
         logger.warning(
@@ -50,7 +51,7 @@ def tell_who_is_alone(config: BaseModel, unit: str = "island") -> None:
 
 
 def _warn_about_end(config: DiLoCoConfig, max_steps: int) -> None:
-    """Steps after the last round; what streams is synchronised to its end."""
+    """Warns of steps after the last round; streaming synchronises them as well."""
     rounds, rest = divmod(max_steps, config.sync_every)
     if not rest or config.is_streaming:
         return

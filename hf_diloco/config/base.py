@@ -1,4 +1,4 @@
-"""What settings have in common: kinds of values, the environment, and the text of their errors."""
+"""Common parts of settings: types of values, the environment, and error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_diloco.utils.urls import check_specific
 ENV_ISLAND = "HF_DILOCO_ISLAND"
 ENV_NUM_ISLANDS = "HF_DILOCO_NUM_ISLANDS"
 ENV_RENDEZVOUS = "HF_DILOCO_RENDEZVOUS"
-ENV_FOLDER = "HF_DILOCO_FOLDER"  # set by `hf-diloco launch -- COMMAND`: where it looks for an island's progress
+ENV_FOLDER = "HF_DILOCO_FOLDER"  # set by `hf-diloco launch -- COMMAND`, which looks there for an island's progress
 _ENVIRONMENT = {
     "island": ENV_ISLAND,
     "num_islands": ENV_NUM_ISLANDS,
@@ -39,17 +39,17 @@ C = TypeVar("C", bound="StrictModel")
 
 
 def from_env(name: str, default: Any) -> Callable[[], Any]:
-    """A default that the environment may set; an empty variable counts as unset."""
+    """Returns a default factory that reads the environment; an empty variable counts as unset."""
     return lambda: os.environ.get(name) or default
 
 
 def is_given(config: BaseModel, name: str) -> bool:
-    """Whether a setting was passed or is in the environment, and is not a default."""
+    """Whether a setting was passed or is in the environment, rather than a default."""
     return name in config.model_fields_set or bool(os.environ.get(_ENVIRONMENT.get(name, "")))
 
 
 def need_number(config: BaseModel, count: int, unit: str = "island") -> None:
-    """Raises `ConfigError` if one of several islands or nodes was not told which one it is."""
+    """Raises `ConfigError` if there are several islands or nodes, and this one has no number."""
     if count > 1 and not is_given(config, unit):
         raise ConfigError(
             f"there are {count} {unit}s, and this one has no number: set {ENV_ISLAND} (or {unit}=) on each to another "
@@ -68,17 +68,17 @@ class StrictModel(Block):
 
 
 def choose_config(kind: type[C], config: object, settings: Mapping[str, Any], example: str) -> C:
-    """The settings that a caller gave as one object, or by name.
+    """Returns the settings that a caller passed as one object, or by name.
 
     Args:
-        kind: of the settings.
+        kind: class of the settings.
         config: the object, or None.
         settings: those by name.
-        example: a right call, for the error message.
+        example: a correct call, for the error message.
 
     Raises:
         ConfigError: both are given, or a setting is wrong.
-        TypeError: the object is of another kind.
+        TypeError: the object is of another class.
     """
     if config is None:
         return kind(**settings)
@@ -90,12 +90,12 @@ def choose_config(kind: type[C], config: object, settings: Mapping[str, Any], ex
 
 
 def describe(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
-    """One line a problem: the setting, what is wrong, the value, and for unknown keys the nearest known one."""
+    """Describes each problem: the setting, the error, the value, and for unknown keys the nearest known one."""
     return "; ".join(describe_problem(problem, model, prefix) for problem in error.errors())
 
 
 def describe_problem(problem: Any, model: type[BaseModel], prefix: str = "") -> str:
-    """One of `ValidationError.errors()`, as `describe` tells it."""
+    """Describes one of `ValidationError.errors()`."""
     name = prefix + ".".join(str(part) for part in problem["loc"])
     shown = redact(problem["input"], name)
     if problem["type"] == "extra_forbidden":
@@ -109,9 +109,9 @@ def describe_problem(problem: Any, model: type[BaseModel], prefix: str = "") -> 
     message = "expected the name of a file" if problem["type"] == "path_type" else problem["msg"]
     message = message.removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    if problem["type"] == "missing":  # the input is the whole block around it
+    if problem["type"] == "missing":  # the input is the whole enclosing block
         return f"{name}: {message}"
-    if problem["type"] == "value_error":  # the validator's own text names the value
+    if problem["type"] == "value_error":  # the validator's message names the value
         return f"{name}: {message}{_origin(name, problem['input'])}" if name else message
     is_one = problem["type"] == "list_type" and isinstance(shown, str)
     remedy = f": write {name}={_one_in_list(shown)}" if is_one else ""
@@ -119,20 +119,20 @@ def describe_problem(problem: Any, model: type[BaseModel], prefix: str = "") -> 
 
 
 def _one_in_list(text: str) -> str:
-    """A list of one text, as YAML has it: most regular expressions need quotes."""
+    """Formats a list of one text in YAML: most regular expressions need quotes."""
     import yaml
 
     return yaml.safe_dump([text], default_flow_style=True, width=math.inf, allow_unicode=True).strip()
 
 
 def _origin(name: str, value: Any) -> str:
-    """Where a value came from that nobody passed."""
+    """Names the environment variable that a value came from; "" for other values."""
     variable = _ENVIRONMENT.get(name.rpartition(".")[2])
     return f" (from {variable})" if variable and value and os.environ.get(variable) == value else ""
 
 
 def block_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel] | None:
-    """The (nested) block that an unknown key was found in; None if its keys are not known."""
+    """Returns the (nested) block in which an unknown key was found; None if its keys are not known."""
     block: type[BaseModel] | None = model
     for part in location[:-1]:
         block = _blocks_in(block).get(str(part)) if block else None
@@ -140,7 +140,7 @@ def block_at(model: type[BaseModel], location: tuple[Any, ...]) -> type[BaseMode
 
 
 def _blocks_in(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The fields that are blocks themselves, also those that may be None."""
+    """Returns the fields that are blocks themselves, including optional ones."""
     found = {}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
@@ -150,7 +150,7 @@ def _blocks_in(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def _suggestion(key: str, block: type[BaseModel] | None) -> str:
-    """What an unknown key may mean: a key of this block, or of one inside it."""
+    """Suggests what an unknown key may mean: a key of this block, or of one inside it."""
     if block is None:
         return ""
     inside = [f"{name}.{key}" for name, inner in _blocks_in(block).items() if key in inner.model_fields]
@@ -158,7 +158,7 @@ def _suggestion(key: str, block: type[BaseModel] | None) -> str:
     return meant or f" (known: {', '.join(sorted(block.model_fields))})"
 
 
-# Kinds of values, besides plain ones
+# Types of values, besides plain ones
 
 
 def _or_auto(value: Any, check: Callable[[Any], Any]) -> Any:
@@ -178,7 +178,7 @@ def _as_lists(value: Any) -> Any:
 
 
 def _tell_of_one(schema: dict[str, Any]) -> None:
-    """Adds a single text to the JSON schema of a list of texts."""
+    """Adds a single string to the JSON schema of a list of strings."""
     several = {name: schema.pop(name) for name in [*schema]}
     schema["anyOf"] = [{"type": "string"}, several]
 
@@ -198,7 +198,7 @@ OwnAddress = Annotated[str, AfterValidator(check_specific)]
 """An address of this machine that others can reach."""
 
 SecretFile = Annotated[Path, BeforeValidator(_check_named)]
-"""A file that only its owner reads."""
+"""A file that only its owner may read."""
 
 PublicKey = Annotated[str, AfterValidator(_check_key)]
 Identities = Annotated[
@@ -208,13 +208,13 @@ Identities = Annotated[
     ],
     BeforeValidator(_as_lists),
 ]
-"""Public keys by island, or by node."""
+"""Public keys by island or node."""
 
 
 def _as_plain(value: Any, check: Callable[[Any], Any]) -> Any:
     try:
         return check(value)
-    except ValidationError:  # one for each type that it might have
+    except ValidationError:  # it has one error for each type of the union
         raise ValueError(f"expected a number, text, true or false, got {value!r}") from None
 
 
@@ -222,7 +222,7 @@ Option = Annotated[bool | int | float | str, WrapValidator(_as_plain)]
 OptionOrNone = Annotated[bool | int | float | str | None, WrapValidator(_as_plain)]
 """Values of `options`."""
 
-# Numbers once `OuterMethod.choose` has put one in the place of "auto", before anything is computed with them.
+# Plain numbers once `OuterMethod.choose` has replaced "auto", before anything is computed with them.
 OuterRate = Annotated[float, Field(gt=0, le=10), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
 OuterMomentum = Annotated[float, Field(ge=0, lt=1), WrapValidator(_or_auto), PlainSerializer(lambda value: value)]
 
@@ -240,7 +240,7 @@ def list_methods(schema: dict[str, Any]) -> None:
 
 
 PLAIN_PAYLOAD = "fp32"
-"""Leaves nothing out. Settings with it are read without torch, which codecs import."""
+"""The lossless payload. Settings with it are read without torch, which codecs import."""
 
 
 def list_payloads(schema: dict[str, Any]) -> None:
@@ -260,4 +260,4 @@ def _check_payload(name: str) -> str:
 
 
 Payload = Annotated[str, AfterValidator(_check_payload)]
-"""The name of a codec, or of a user's own."""
+"""The name of a codec, or of a user's own class."""

@@ -1,4 +1,4 @@
-"""Settings of the outer loop that do not go together, and the remedy; every function raises ValueError."""
+"""Checks for settings of the outer loop that cannot be combined; every function raises ValueError with the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_method(config: DiLoCoConfig) -> None:
-    """Raises ValueError if a setting asks for what the method cannot do."""
+    """Raises ValueError if a setting asks for something that the method does not support."""
     method = find_method(config.method)
     streamed = {"num_fragments": 1, "fragment_sync_delay": 0}
     for name, without in streamed.items():
@@ -66,7 +66,7 @@ def check_islands(config: DiLoCoConfig) -> None:
 
 
 def check_fragments(config: DiLoCoConfig) -> None:
-    """Raises ValueError if settings of Streaming DiLoCo contradict each other, or a pattern is none."""
+    """Raises ValueError if settings of Streaming DiLoCo contradict each other, or a pattern is invalid."""
     for pattern in config.fragment_patterns:
         compile_pattern("fragment_patterns", pattern)
     if config.fragment_patterns and len(config.fragment_patterns) != config.num_fragments:
@@ -92,7 +92,7 @@ def check_fragments(config: DiLoCoConfig) -> None:
 
 
 def check_meeting(config: DiLoCoConfig) -> None:
-    """Raises ValueError if settings ask for what is not possible where the islands meet."""
+    """Raises ValueError if the method does not work at this rendezvous."""
     if config.rendezvous is not None and config.meets_in_store and config.anticipates:
         wanted = wants_store(config) if config.meets_at_island_0 else ""
         raise ValueError(
@@ -103,7 +103,7 @@ def check_meeting(config: DiLoCoConfig) -> None:
 
 
 def wants_store(config: DiLoCoConfig) -> str:
-    """The setting that promises what only islands in a store can keep; "" if there is none."""
+    """Returns the setting that requires a store, because only there islands can come and go; "" if there is none."""
     if config.exchange == "bucket":
         return "exchange=bucket"
     if config.max_islands is not None and config.max_islands > config.num_islands:

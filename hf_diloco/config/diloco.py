@@ -1,4 +1,4 @@
-"""Settings of the outer loop: names, ranges, defaults, and the text of the error when one is wrong."""
+"""Settings of the outer loop: names, ranges, defaults, and the error message if one is wrong."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class DiLoCoConfig(StrictModel):
             return values
         try:
             defaults = find_method(str(values.get("method", "diloco"))).defaults
-        except ValueError:  # which `_check_method` tells
+        except ValueError:  # `_check_method` reports it
             defaults = {}
         return {**defaults, **values}
 
@@ -275,12 +275,12 @@ class DiLoCoConfig(StrictModel):
 
     @property
     def feedback_decay(self) -> float:
-        """Share of what the payload left out that is added to the next pseudo-gradient."""
+        """Share of the residual that is added to the next pseudo-gradient."""
         return self.default_feedback if self.error_feedback is None else self.error_feedback
 
     @property
     def default_feedback(self) -> float:
-        """`feedback_decay` where `error_feedback` is not set: above 0 for payloads that leave out most values."""
+        """`feedback_decay` if `error_feedback` is not set: above 0 for payloads that leave out most values."""
         if self.payload == PLAIN_PAYLOAD:
             return 0.0
         from hf_diloco.codecs import find_codec
@@ -289,27 +289,27 @@ class DiLoCoConfig(StrictModel):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether rounds are of a part of the model, or end some steps after they began."""
+        """Whether a round covers only a part of the model, or ends some steps after it began."""
         return self.num_fragments > 1 or self.overlaps
 
     @property
     def overlaps(self) -> bool:
-        """Whether rounds are carried out behind the inner steps."""
+        """Whether rounds run behind the inner steps."""
         return self.delay > 0 or self.anticipates
 
     @property
     def anticipates(self) -> bool:
-        """Whether an island takes its own part of a round at once; see `OuterMethod`."""
+        """Whether an island applies its own part of a round at once; see `OuterMethod`."""
         return find_method(self.method).anticipates
 
     @property
     def delay(self) -> int:
-        """Inner steps between the beginning of a round that is carried out behind them and its end."""
+        """Inner steps between the start of a background round and its end."""
         return find_method(self.method).delay(self)
 
     @property
     def goes_back_together(self) -> bool:
-        """Whether all islands resume from one round."""
+        """Whether all islands resume from one common round."""
         return self.num_islands > 1 and not self.meets_in_store
 
     @property
@@ -319,12 +319,12 @@ class DiLoCoConfig(StrictModel):
 
     @property
     def meets_at_island_0(self) -> bool:
-        """Whether island 0 keeps that store, at tcp://HOST:PORT."""
+        """Whether island 0 hosts that store, at tcp://HOST:PORT."""
         return self.rendezvous is not None and self.meets_in_store and not is_object_store(self.rendezvous)
 
     @property
     def encrypts_store(self) -> bool:
-        """Whether only holders of the key read what lies in the store."""
+        """Whether the store's contents are encrypted for holders of the key."""
         return self.encrypt_store and self.meets_in_store
 
     @property
@@ -336,16 +336,16 @@ class DiLoCoConfig(StrictModel):
 
     @property
     def num_shares(self) -> int:
-        """Islands that may ever take part: as many shares the data is cut into."""
+        """Number of islands that may ever take part, and of shares of the data."""
         return self.max_islands or self.num_islands
 
     @property
     def quorum(self) -> int:
-        """Islands without which no round takes place."""
+        """Fewest islands with which a round takes place."""
         return self.min_islands or self.num_islands // 2 + 1
 
     def bytes_per_second(self, num_ranks: int) -> float | None:
-        """What each of an island's ranks may send."""
+        """Returns the bytes per second that each of an island's ranks may send; None: no limit."""
         return None if self.rate_limit is None else self.rate_limit * 1e6 / 8 / num_ranks
 
     @property
