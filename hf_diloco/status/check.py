@@ -1,12 +1,12 @@
-"""Looks at every object in a run's store: what is damaged, forged or left behind, and what nobody here has written.
+"""Checks every object in a run's store: finds damaged, forged, abandoned and foreign ones.
 
     damaged     a record that is empty, cut short or no JSON; values that are absent or shorter than announced
-    forged      a record that was not sealed with the run's key for its place; a symbolic link
+    forged      a record that was not sealed with the run's key for its path; a symbolic link
     abandoned   left by a process that was killed, or by a round that did not take place; nobody needs it
-    foreign     a name that this package gives to nothing
+    foreign     a name that this package gives to no object
     settled     a damaged or forged decision that the islands have passed over: it stays where it is
 
-What is under way now is none of these.
+Objects of rounds in progress are none of these.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ DAMAGED_FOLDER = "damaged"
 _NUM_READERS = 16
 _MAX_TARGET = 480
 STILL_SECONDS = 3.0
-"""A file counts as abandoned that is not finished, or that no record names, if that stays so for so long."""
+"""How long a file must stay unfinished, or unnamed by any record, to count as abandoned."""
 _AUTHOR = r"\d{5,6}-\d{6,9}"
 _ATTEMPT = r"rounds/\d{8,12}/\d{2}"
 _SEALED = Record
-"""A record of which only the seal is looked at."""
+"""A record of which only the seal is checked."""
 _RECORDS: Sequence[tuple[str, type[Record]]] = (
     (r"start(-[2-9])?\.json", StartRecord),
     (r"incarnations/\d{1,6}/\d{6,9}\.json", IncarnationRecord),
@@ -73,11 +73,11 @@ _VALUES = re.compile(
 
 
 class Finding(BaseModel):
-    """One object that is not as it should be.
+    """One object with a problem.
 
     Attributes:
-        path: where it lies; one that ends in a slash is an empty folder.
-        kind: see this module's text.
+        path: of the object; one with a trailing slash is an empty folder.
+        kind: see this module's docstring.
         reason: for people.
         num_bytes: its size.
         moved_to: where it was set aside.
@@ -91,12 +91,12 @@ class Finding(BaseModel):
 
 
 class CheckReport(BaseModel):
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         url: of the store.
         run: the run's id.
-        num_objects, num_bytes: looked at.
+        num_objects, num_bytes: checked.
         findings: in the order of their paths.
     """
 
@@ -108,23 +108,23 @@ class CheckReport(BaseModel):
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is nothing to be done: no finding is left in its place but settled ones."""
+        """Whether nothing is left to do: every finding is settled or was set aside."""
         return all(finding.kind == "settled" or finding.moved_to for finding in self.findings)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Findings of each kind."""
+        """The number of findings of each kind."""
         return dict(Counter(finding.kind for finding in self.findings))
 
 
 def check_store(store: ObjectStore, key: bytes, is_deep: bool = False, clock: Clock = REAL) -> CheckReport:
-    """Looks at every object once; deletes and moves nothing.
+    """Checks every object once; deletes and moves nothing.
 
     Args:
         store: where the run's islands meet.
         key: the run's; empty for none.
-        is_deep: values too are read, and compared with their digests.
-        clock: by which it waits, to see whether what looks abandoned stays so.
+        is_deep: also read values, and compare them with their digests.
+        clock: for the wait that shows whether an object stays abandoned.
 
     Raises:
         RendezvousError: there is no run, its `run.json` is damaged or gone, or it has another key.
@@ -134,12 +134,12 @@ def check_store(store: ObjectStore, key: bytes, is_deep: bool = False, clock: Cl
 
 
 def set_aside(store: ObjectStore, report: CheckReport) -> CheckReport:
-    """Moves what `check_store` found to `damaged/`, and removes empty folders; nothing else is deleted.
+    """Moves the findings of `check_store` to `damaged/`, and removes empty folders; deletes nothing else.
 
-    Settled decisions, decisions of a round that islands may still be at, and foreign objects stay where they are.
+    Settled decisions, decisions of a round that may be in progress, and foreign objects stay where they are.
 
     Raises:
-        StoreError: the store does not answer, or may only be read.
+        StoreError: the store does not answer, or is read-only.
     """
     taken = {entry.path for entry in store.entries(DAMAGED_FOLDER)}
     findings = [_move(store, finding, taken) for finding in report.findings]
@@ -169,7 +169,7 @@ class _Check:
         self._run, self._log = open_run(store, key)
         self._found: dict[str, Finding] = {}
         self._entries: dict[str, Entry] = {}
-        self._records: dict[str, Record] = {}  # as far as they can be read
+        self._records: dict[str, Record] = {}  # those that could be read
         self._named: dict[str, dict[str, Any]] = {}  # objects that offers, averages and snapshots announce, by path
         self._newest_snapshot = -1
 
@@ -201,7 +201,7 @@ class _Check:
         size = self._entries[path].size if path in self._entries else 0
         self._found.setdefault(path, Finding(path=path, kind=kind, reason=reason, num_bytes=size))
 
-    # One object at a time
+    # Single objects
 
     def _read(self, entries: Sequence[Entry]) -> None:
         with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -235,7 +235,7 @@ class _Check:
         return None if data is None else _Announcement(body=self._log.seal.open(path, data))
 
     def _kind_of(self, entry: Entry) -> Kind:
-        """Whether what does not open was a record once, or never one of this run's."""
+        """Whether an unreadable object has the form of a sealed record ("forged") or not ("damaged")."""
         try:
             data = json.loads(self._store.get(entry.path, MAX_RECORD_BYTES) or b"")
         except (ValueError, RecursionError):
@@ -244,11 +244,11 @@ class _Check:
             return "forged"
         return "forged" if is_wrapped(data) else "damaged"
 
-    # What belongs together
+    # Objects that refer to each other
 
     @property
     def _newest_round(self) -> int:
-        """The newest that any island has completed."""
+        """The newest round that any island has completed."""
         heartbeats = [heartbeat.round for heartbeat in self._of(HeartbeatRecord).values()]
         snapshots = [snapshot.round for snapshot in self._of(SnapshotRecord).values()]
         committed = [_numbers(path)[0] for path, it in self._of(OutcomeRecord).items() if it.kind == "commit"]
@@ -258,7 +258,7 @@ class _Check:
         return {path: record for path, record in self._records.items() if isinstance(record, kind)}
 
     def _check_decisions(self) -> None:
-        """Tells what islands pass over from what may be set aside."""
+        """Marks broken decisions that islands pass over by themselves: these must not be set aside."""
         decided = {path.rpartition("/")[0] for path in self._of(OutcomeRecord)}
         reached = self._newest_round + 1
         for path, finding in list(self._found.items()):
@@ -310,7 +310,7 @@ class _Check:
         return True
 
     def _is_under_way(self, path: str) -> bool:
-        """Whether an object came, or was no longer needed, while the others were looked at."""
+        """Whether an object appeared, or became obsolete, while the store was being checked."""
         if not is_object_path(path):
             return False
         if path in {name for name, _ in self._store.list(path.rpartition("/")[0])}:
@@ -319,7 +319,7 @@ class _Check:
         return newest > self._newest_snapshot and round_of(path) <= newest
 
     def _check_payloads(self) -> None:
-        """Those that plans after the newest snapshot name must be there."""
+        """Checks that the payloads exist which plans after the newest snapshot name."""
         offers = self._of(OfferRecord)
         for path, plan in self._of(PlanRecord).items():
             attempt = path.rpartition("/")[0]
@@ -346,10 +346,10 @@ class _Check:
             except (PayloadError, StoreError) as error:
                 self._note(path, "damaged", str(error))
 
-    # What its writer has left behind
+    # Abandoned objects
 
     def _check_left_over(self, unfinished: set[Entry]) -> None:
-        """Payloads that nobody names, and files that are not finished, unless that changes while one waits."""
+        """Finds payloads that no record names, and unfinished files, that are still so after a wait."""
         unnamed = self._unnamed_payloads()
         if not unfinished and not unnamed:
             return
@@ -367,19 +367,19 @@ class _Check:
             )
 
     def _unnamed_payloads(self) -> list[str]:
-        """Of rounds that are over. An average is put there before the record that names it."""
+        """Returns payloads of past rounds that no record names; an average is written before its record."""
         payloads = (path for path in self._entries if path.startswith("payloads/") and _VALUES.fullmatch(path))
         return [path for path in payloads if round_of(path) <= self._newest_round and path not in self._named]
 
 
 class _Announcement(Record):
-    """The body of a record of which only the seal was looked at."""
+    """The body of a record of which only the seal was checked."""
 
     body: dict[str, Any]
 
 
 def _announced(record: Record) -> Iterator[dict[str, Any]]:
-    """The objects that a record announces."""
+    """Yields the objects that a record announces."""
     infos: Iterable[Any] = ()
     if isinstance(record, OfferRecord):
         infos = record.objects
@@ -391,7 +391,7 @@ def _announced(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(path: str) -> tuple[int, str]:
-    """The round of a path below rounds/, and the folder of its attempt."""
+    """Returns the round of a path below rounds/, and the folder of its attempt."""
     _, number, attempt, *_ = path.split("/")
     return int(number), f"rounds/{number}/{attempt}"
 

@@ -1,6 +1,6 @@
-"""What there is to say about a run in an object store, as values and in words, for the console and for the page alike.
+"""The state of a run in an object store, as values and as text, for the console and the dashboard.
 
-`hf-diloco status --json` prints just these values.
+`hf-diloco status --json` prints these values.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class IslandStatus(_Status):
     Attributes:
         island: its number.
         incarnation: how often it was started.
-        host, pid, folder: that process; "" and None if its incarnation cannot be read.
-        phase: what its last heartbeat says; None if it has given none.
-        presence: alive: its heartbeat was seen to change. silent: it was not, for longer than heartbeats are apart.
-            ended: it said goodbye. unknown: not looked at for long enough.
+        host, pid, folder: of that process; "" and None if its incarnation cannot be read.
+        phase: from its last heartbeat; None if it has sent none.
+        presence: alive: its heartbeat was seen to change. silent: it was not, for longer than the heartbeat interval.
+            ended: it announced its end. unknown: not observed for long enough.
         seconds_silent: since its heartbeat was last seen to change, or since the first look.
         round: rounds completed.
         lag: rounds behind the newest committed one.
         steps: inner steps since it last took part in a round.
         tokens_per_second: of the whole island; 0 if unknown.
         num_ranks: its processes; None as for `phase`.
-        refuses: islands that it does not believe, with the reason: they hold the run's key, and not the identity.
+        refuses: islands that it does not trust, with the reason: they hold the run's key, but not the identity.
     """
 
     island: int
@@ -67,16 +67,16 @@ class RoundStatus(_Status):
 
     Attributes:
         round: its number, from 1.
-        state: gathering: islands offer, but nobody has decided yet who takes part.
+        state: gathering: islands offer, but there is no plan yet.
         attempts: begun so far.
         offered: islands that have offered a pseudo-gradient to the attempt.
         participants: islands whose pseudo-gradients are averaged.
         left_out: islands that offered but do not take part, with the reason.
-        aborted: why earlier attempts came to nothing, and which island says so.
-        payload_bytes: size of the pseudo-gradients offered, those of earlier attempts included; None where they go
+        aborted: why earlier attempts were aborted, and by which island.
+        payload_bytes: size of the pseudo-gradients offered, including those of earlier attempts; None if they go
             directly from island to island.
         committed_at: by the store's clock.
-        seconds: since the round before was committed, by the store's clock.
+        seconds: since the previous round was committed, by the store's clock.
     """
 
     round: int
@@ -92,7 +92,7 @@ class RoundStatus(_Status):
 
 
 class SnapshotStatus(_Status):
-    """The newest whole snapshot: its round, the island that wrote it, its parts and bytes."""
+    """The newest complete snapshot: its round, the island that wrote it, its parts and bytes."""
 
     round: int
     island: int | None
@@ -101,7 +101,7 @@ class SnapshotStatus(_Status):
 
 
 class StoredBytes(_Status):
-    """What lies in the store: bytes of pseudo-gradients, of snapshots, and of everything else."""
+    """Bytes in the store: pseudo-gradients, snapshots, and everything else."""
 
     payloads: int
     snapshots: int
@@ -109,7 +109,7 @@ class StoredBytes(_Status):
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> StoredBytes:
-        """By the first part of their paths."""
+        """Sums the sizes by the first segment of the paths."""
         sizes = {"payloads": 0, "snapshots": 0, "records": 0}
         for entry in entries:
             kind = entry.path.partition("/")[0]
@@ -124,19 +124,19 @@ class RunStatus(_Status):
         url: the store.
         run: the run's id.
         begun_by, begun_on: the island that began it, and its host ("" if unknown).
-        has_key: whether what islands write is authenticated.
+        has_key: whether the islands' records are authenticated.
         settings: what all islands share.
-        unit: what the run calls one that takes part: island, or node where they average with their neighbours.
+        unit: what the run calls a participant: island, or node where they average with their neighbours.
         waits_for_all: membership is fixed: each round needs all islands, and values go directly between them.
         num_rounds: rounds after which the run is over; None: each island ends by itself.
         round: rounds committed.
         seconds_per_round: median of the rounds shown, by the store's clock.
-        is_over: all rounds are committed, and no island is there any more; or all have ended, and none may come back.
+        is_over: all rounds are committed, and no island is alive; or all have ended, and none may come back.
         islands: in the order of their numbers.
         rounds: the last ones, the newest first.
-        snapshot: None if none is whole.
+        snapshot: None if there is no complete one.
         stored: bytes in the store.
-        refused: paths of objects that are not of this run, or damaged, with the reason; among those looked at.
+        refused: paths of objects that are damaged or not of this run, with the reason; among those that were read.
     """
 
     url: str
@@ -159,7 +159,7 @@ class RunStatus(_Status):
 
 
 def figures(status: RunStatus) -> list[tuple[str, str]]:
-    """The run's figures, one a row."""
+    """Returns the run's figures as rows of name and value."""
     host = f" ({status.begun_on})" if status.begun_on else ""
     keys = ("none: whoever can write to the store is believed", f"yes: what {status.unit}s write is authenticated")
     rows = [
@@ -204,14 +204,14 @@ def _progress(status: RunStatus) -> str:
 
 
 def island_columns(status: RunStatus) -> tuple[str, ...]:
-    """What there is to say of an island, or of a node."""
+    """Returns the headings of the table of islands, or of nodes."""
     if status.unit == "island":
         return ISLAND_COLUMNS
     return ("node", *(name for name in ISLAND_COLUMNS[1:] if name not in _NOT_OF_NODES))
 
 
 def island_row(status: RunStatus, island: IslandStatus) -> tuple[str, ...]:
-    """One island, or node, in the order of `island_columns`."""
+    """Returns the cells of one island or node, in the order of `island_columns`."""
     sync_every = status.settings.get("sync_every")
     steps = text.count(island.steps)
     cells = {
@@ -230,7 +230,7 @@ def island_row(status: RunStatus, island: IslandStatus) -> tuple[str, ...]:
 
 
 def round_row(entry: RoundStatus) -> tuple[str, ...]:
-    """One round, in the order of `ROUND_COLUMNS`."""
+    """Returns the cells of one round, in the order of `ROUND_COLUMNS`."""
     offers = text.counted(len(entry.offered), "offer")
     state = f"{offers} so far" if entry.state == "gathering" else entry.state
     left_out = [f"{island}: {reason}" for island, reason in entry.left_out.items()]
@@ -247,7 +247,7 @@ def round_row(entry: RoundStatus) -> tuple[str, ...]:
 
 
 def took(seconds: float | None) -> str:
-    """How long a round took, by the store's clock, which may show whole seconds only, as that of S3."""
+    """Formats a round's duration by the store's clock, which may have whole seconds only, as that of S3."""
     return text.seconds(seconds and round(seconds, 2)) if seconds is None or seconds >= 0.005 else "under 1 s"
 
 

@@ -1,4 +1,4 @@
-"""Looks at a run from outside, reading only. No clock but this machine's and the store's is ever used."""
+"""Observes a run from outside, reading only. Uses no clocks but this machine's and the store's."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ R = TypeVar("R", bound=Record)
 
 TIMEOUT = 15.0  # seconds without an answer after which the store counts as lost
 _ENDED = ("left", "finished")
-_OF_INCARNATION = {"host", "pid", "folder"}  # shown as they are
+_OF_INCARNATION = {"host", "pid", "folder"}  # shown unchanged
 _OF_HEARTBEAT = {"phase", "round", "steps", "tokens_per_second", "num_ranks"}
 _POLL_SECONDS = 0.5
-_USUAL_ROUNDS = 5  # at least so many are looked at for the usual time of one
+_USUAL_ROUNDS = 5  # the usual time of a round is the median of at least so many
 _PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome(?:-[2-9])?|revoked)\.json")
 
 ByIsland = Mapping[int, Mapping[int, Entry]]
-"""Claims or heartbeats, by island and number of the process."""
+"""Incarnations or heartbeats, by island and number of the process."""
 
 Attempts = Mapping[int, Mapping[str, Entry]]
 """The objects of a round, by attempt and path."""
@@ -53,7 +53,7 @@ Attempts = Mapping[int, Mapping[str, Entry]]
 
 @dataclass
 class _Life:
-    """The last heartbeat of an island's newest process as this observer saw it, and since when it has not changed."""
+    """The last heartbeat that this observer saw of an island's newest process, and since when it is unchanged."""
 
     incarnation: int
     heartbeat: HeartbeatRecord | None
@@ -62,16 +62,16 @@ class _Life:
 
 
 class Observer:
-    """Looks at the run in a store, as often as it is asked.
+    """Reads the state of the run in a store, each time it is asked.
 
     Args:
         key: the run's; empty for none.
         num_rounds: how many of the last rounds to describe.
-        clock: by which it waits.
-        url: what people call the store; default: its own address.
+        clock: the clock to wait by.
+        url: the store's address as shown to users; default: its own.
 
     Attributes:
-        is_of_tcp: island 0 keeps the store, for as long as it takes part.
+        is_of_tcp: island 0 hosts the store, for as long as it takes part.
 
     Raises:
         RendezvousError: there is no run, or it was begun with another key.
@@ -88,19 +88,19 @@ class Observer:
         self._num_rounds = num_rounds
         self._clock = clock
         self._refused: dict[str, str] = {}
-        self._named_at: datetime | None = None  # by the run's record
+        self._named_at: datetime | None = None  # modification time of the run's record
         self._begin(*open_run(store, key, clock))
 
     def _begin(self, run: RunRecord, log: RunLog) -> None:
         self._run, self._log = run, log
         self._lives: dict[int, _Life] = {}
-        # What no longer changes is read once.
+        # Caches of what no longer changes.
         self._incarnations: dict[str, IncarnationRecord] = {}
         self._rounds: dict[int, tuple[int, RoundStatus]] = {}
         self._snapshots: dict[tuple[str, ...], Snapshot] = {}
 
     def _follow(self, entries: Sequence[Entry]) -> None:
-        """Turns to the run that was begun in the place of the one before, as at tcp:// whenever all start again."""
+        """Switches to a new run that replaced the old one, as happens at tcp:// whenever all islands restart."""
         named_at = next((entry.modified for entry in entries if entry.path == RUN_PATH), None)
         if named_at not in (None, self._named_at):
             run, log = open_run(self._store, self._key, self._clock)
@@ -109,7 +109,7 @@ class Observer:
             self._named_at = named_at
 
     def settle(self) -> RunStatus:
-        """Looks for as long as it takes to tell which islands live: a little more than two heartbeats at most."""
+        """Looks until it knows which islands are alive: at most a little longer than two heartbeats."""
         status = self.look()
         while any(island.presence == "unknown" for island in status.islands):
             self._clock.sleep(_POLL_SECONDS)
@@ -120,7 +120,7 @@ class Observer:
         return status
 
     def look(self) -> RunStatus:
-        """One look; raises `StoreError` if the store does not answer. Who lives shows only from the second one on."""
+        """Looks once; raises `StoreError` if the store does not answer. Only a second look can show who is alive."""
         self._refused = {}
         entries = self._store.entries()
         self._follow(entries)
@@ -204,7 +204,7 @@ class Observer:
     def _presence(self, life: _Life) -> Presence:
         if life.heartbeat and life.heartbeat.phase in _ENDED:
             return "ended"
-        patience = 2 * members.HEARTBEAT_SECONDS + 0.5  # one heartbeat may be late, as the store may be
+        patience = 2 * members.HEARTBEAT_SECONDS + 0.5  # tolerates one late heartbeat, and a slow store
         if self._clock.now() - life.since >= patience:
             return "silent"
         return "alive" if life.has_changed else "unknown"
@@ -219,7 +219,7 @@ class Observer:
     # Rounds and snapshots
 
     def _last_rounds(self, rounds: Mapping[int, Attempts]) -> list[RoundStatus]:
-        """The last rounds, the newest first: as many as are shown, or as it takes to know the usual time of one."""
+        """Returns the last rounds, newest first: those to be shown, and enough for the usual time of one."""
         found = (self._round(number, rounds[number]) for number in sorted(rounds, reverse=True))
         wanted = max(self._num_rounds, _USUAL_ROUNDS)
         last = list(islice((status for status in found if status is not None), wanted))
@@ -242,7 +242,7 @@ class Observer:
         return status
 
     def _read_round(self, number: int, attempts: Attempts) -> RoundStatus | None:
-        """Where a round stands; None if no record of it can be read."""
+        """Returns the state of a round; None if none of its records can be read."""
         offers: dict[str, OfferRecord] = {}
         aborted: list[str] = []
         plan: PlanRecord | None = None
@@ -261,7 +261,8 @@ class Observer:
                 break
             aborted.append(f"island {outcome.by} says: {outcome.reason}")
             plan, newest = None, []
-        if not offers and plan is None and (outcome is None or outcome.lost):  # who leaves says so, before it begins
+        # an island that leaves aborts the next round before it begins
+        if not offers and plan is None and (outcome is None or outcome.lost):
             return None
         is_committed = outcome is not None and outcome.kind == "commit"
         return RoundStatus(
@@ -277,11 +278,11 @@ class Observer:
         )
 
     def _find(self, paths: Iterable[str], records: Mapping[str, Entry], kind: type[R]) -> R | None:
-        """The first record that can be read."""
+        """Returns the first record that can be read."""
         return next((found for path in paths if (found := self._read(records[path], kind)) is not None), None)
 
     def _read_offers(self, records: Mapping[str, Entry]) -> dict[str, OfferRecord]:
-        """The offers to one attempt; those that lie under another island's name are passed over, as islands do."""
+        """Reads the offers of one attempt; skips those under another island's name, as islands do."""
         found = {path: self._read(entry, OfferRecord) for path, entry in records.items() if "/offers/" in path}
         return {
             path: offer
@@ -307,7 +308,7 @@ class Observer:
         return None
 
     def _snapshot(self, folder: str, parts: Sequence[Entry]) -> Snapshot | None:
-        """The snapshot in a folder, if it is whole."""
+        """Returns the snapshot in a folder, if it is complete."""
         paths = tuple(entry.path for entry in parts)
         if paths not in self._snapshots:
             try:
@@ -321,7 +322,7 @@ class Observer:
         return self._snapshots[paths]
 
     def _read(self, entry: Entry, kind: type[R]) -> R | None:
-        """A record; None if it is gone, or not of this run, which is noted."""
+        """Reads a record; None if it is gone. Notes it as refused if it is not of this run."""
         if entry.size > MAX_RECORD_BYTES:
             self._refused[entry.path] = f"{entry.size} bytes are more than a record may have ({MAX_RECORD_BYTES})"
             return None
@@ -333,7 +334,7 @@ class Observer:
 
 
 def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float = TIMEOUT) -> Observer:
-    """Looks at the run whose islands meet somewhere that was checked: in an object store, or at tcp://HOST:PORT.
+    """Opens an observer of the run at a checked rendezvous: an object store, or tcp://HOST:PORT.
 
     For the rest see `Observer` and `TIMEOUT`; also raises `RendezvousError` if the store cannot be opened.
     """
@@ -351,7 +352,7 @@ def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float = TIMEO
 
 
 def _by_folder(entries: Sequence[Entry]) -> ByIsland:
-    """Of entries as incarnations/I/N.json."""
+    """Groups entries such as incarnations/I/N.json."""
     found: dict[int, dict[int, Entry]] = {}
     for entry in entries:
         if match := re.fullmatch(r"\w+/(\d{1,6})/(\d{1,9})\.json", entry.path):
@@ -360,7 +361,7 @@ def _by_folder(entries: Sequence[Entry]) -> ByIsland:
 
 
 def _group_rounds(entries: Iterable[Entry]) -> dict[int, dict[int, dict[str, Entry]]]:
-    """The records of all rounds, by round, attempt and path."""
+    """Groups the records of all rounds, by round, attempt and path."""
     rounds: dict[int, dict[int, dict[str, Entry]]] = {}
     for entry in entries:
         if match := _PATH.fullmatch(entry.path):
@@ -369,15 +370,15 @@ def _group_rounds(entries: Iterable[Entry]) -> dict[int, dict[int, dict[str, Ent
 
 
 def _decided_at(attempts: Attempts) -> datetime | None:
-    """When a round's last attempt was settled, by the store's clock."""
+    """Returns when a round's last attempt was decided, by the store's clock."""
     outcomes = [entry for path, entry in attempts[max(attempts)].items() if is_outcome(path)]
     return max(entry.modified for entry in outcomes) if outcomes else None
 
 
 def _left_out(plan: PlanRecord, offers: Sequence[OfferRecord]) -> dict[int, str]:
-    """Islands that offered but do not take part: those that the plan names, and those that it does not.
+    """Returns the islands that offered but do not take part, whether the plan names them or not, with the reason.
 
-    Where their offers do not show why, the island that wrote the plan is named.
+    If their offers do not show the reason, it names the island that wrote the plan.
     """
     shown = {str(offer.island): why_useless(offer) for offer in offers}
     left_out = {
