@@ -1,4 +1,4 @@
-"""A run's figures as Prometheus reads them, by the library `prometheus-client`."""
+"""A run's figures in Prometheus's text format, by the library `prometheus-client`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 T = TypeVar("T")
 
 Samples = Mapping[Any, float | None]
-"""Values by the tuple of what the labels are."""
+"""Values by the tuple of their label values."""
 
 
 def exposition(look: Look) -> bytes:
-    """What `/metrics` answers."""
+    """Returns the body of `/metrics`."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
@@ -34,13 +34,13 @@ def exposition(look: Look) -> bytes:
 
 
 class _Figures:
-    """Collects the figures of one look; those that are not known are left out."""
+    """Collects the figures of one look; leaves out unknown ones."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
 
     def collect(self) -> Iterator[Metric]:
-        """All of them."""
+        """Yields all metric families."""
         look = self._look
         yield self._family("problems", "What could not be read at the last look.", {(): len(look.problems)})
         if look.run and look.report:
@@ -79,7 +79,7 @@ class _Figures:
         yield self._each("store_island_tokens_per_second", speed, islands, lambda one: one.tokens_per_second)
 
     def _each(self, name: str, text: str, islands: Mapping[int, T], figure: Callable[[T], float | None]) -> Metric:
-        """A gauge of each island."""
+        """Returns a gauge with one value per island."""
         return self._family(name, text, {(str(number),): figure(one) for number, one in islands.items()}, "island")
 
     def _family(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:

@@ -1,6 +1,6 @@
-"""The live page: the report's parts for a run folder, and what the store says of islands, rounds and objects.
+"""The dashboard: the report of a run folder, and the store's state of islands, rounds and objects.
 
-Nothing can be changed through it, and what it loads comes from itself.
+The page can change nothing, and loads nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ HEADERS = {
 }
 SCRIPT = "dashboard.js"
 _QUICK_SECONDS, _REST = 1.0, 4
-"""For so many times as long as a look took beyond a quick one nobody looks again: at a long run one takes minutes."""
+"""After a look that took longer than a quick one, the next waits so many times the excess: in a long run one look
+takes minutes."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 NOW_COLUMNS = ("", "state", "step", "round", "loss", "speed", "written", "message")
 
 
 class Dashboard:
-    """The page of one run. However many read it, the run is looked at once an interval, and never if nobody does.
+    """The page of one run. However many clients read it, the run is read once per interval, and never without clients.
 
     Args:
-        source: looks at the run.
+        source: reads the run.
         interval: seconds between two looks.
-        is_local: only programs of this machine are answered; of these, no page of another site that a browser here
-            shows, which could make its own name mean this machine.
-        has_metrics: `/metrics` is there, for Prometheus.
+        is_local: answer only programs of this machine, and only under its own name: otherwise a page of another site
+            in a local browser could rebind its name to this machine.
+        has_metrics: serve `/metrics`, for Prometheus.
     """
 
     def __init__(self, source: Source, interval: float, is_local: bool, has_metrics: bool = False) -> None:
@@ -57,11 +58,11 @@ class Dashboard:
         self._is_local, self._has_metrics = is_local, has_metrics
         self._script = files("hf_diloco").joinpath("templates", SCRIPT).read_text(encoding="utf-8")
         self._looking = asyncio.Lock()
-        self._found: tuple[float, Look] | None = None  # and when to look again
+        self._found: tuple[float, Look] | None = None  # the time of the next look, and the last look
         self._live: tuple[Look, str] | None = None
 
     def app(self) -> web.Application:
-        """The web application."""
+        """Builds the web application."""
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._page)
         app.router.add_get("/live", self._changes)
@@ -95,9 +96,9 @@ class Dashboard:
             return self._found[1]
 
     async def _rendered(self) -> str:
-        """The part that changes, drawn once a look."""
+        """Returns the live part of the page, rendered once per look."""
         look = await self._look()
-        async with self._looking:  # figures are drawn by one thread at a time
+        async with self._looking:  # matplotlib draws in one thread at a time
             if self._live is None or self._live[0] is not look:
                 self._live = look, await asyncio.to_thread(render_live, look)
             return self._live[1]
@@ -118,7 +119,7 @@ def _names_this_machine(host: str) -> bool:
 
 
 def render_live(look: Look) -> str:
-    """The part of the page that changes."""
+    """Renders the live part of the page."""
     figures = figures_of(look.run, look.report) if look.run and look.report else None
     return fill(
         "live.html.j2",
@@ -132,7 +133,7 @@ def render_live(look: Look) -> str:
 
 
 def _now_row(look: Look, number: int, now: Now) -> tuple[str, ...]:
-    """Where an island, or a node, stands, in the order of `NOW_COLUMNS`."""
+    """Returns the progress of an island or node, in the order of `NOW_COLUMNS`."""
     progress = now.progress
     steps = text.count(progress.step) + (f" of {progress.max_steps:,}" if progress.max_steps else "")
     speed = (
@@ -151,7 +152,7 @@ def _now_row(look: Look, number: int, now: Now) -> tuple[str, ...]:
 
 
 def _of_store(status: RunStatus) -> dict[str, Any]:
-    """What the page shows of a store, by the names that the template has for it."""
+    """Returns the template's variables for a store."""
     numbers = [island.island for island in status.islands]
     return {
         "subtitle": text.name_all(numbers, status.unit),
@@ -172,7 +173,7 @@ def _printable(cells: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def tiles(status: RunStatus) -> list[Tile]:
-    """The figures that a reader looks for first, where only the store is at hand."""
+    """Returns the headline figures, if only the store is available."""
     alive = [island for island in status.islands if island.presence == "alive"]
     silent = [island.island for island in status.islands if island.presence == "silent"]
     speed = sum(island.tokens_per_second or 0 for island in alive)
@@ -195,7 +196,7 @@ def tiles(status: RunStatus) -> list[Tile]:
 
 
 def plots(status: RunStatus) -> list[Plot]:
-    """Traffic and time of the last rounds. Loss is in the islands' own records, and not in the store."""
+    """Returns plots of the last rounds' traffic and time. Losses are in the islands' own records, not in the store."""
     rounds = sorted(status.rounds, key=lambda entry: entry.round)
     payload = tuple((float(one.round), float(one.payload_bytes)) for one in rounds if one.payload_bytes is not None)
     took = tuple((float(one.round), one.seconds) for one in rounds if one.seconds is not None)
@@ -205,7 +206,7 @@ def plots(status: RunStatus) -> list[Plot]:
     return [*traffic, _bars("Time of each round", "from the commit of the round before", took, 2)]
 
 
-@functools.lru_cache(maxsize=2)  # a page has two; many looks at a run see no new round
+@functools.lru_cache(maxsize=2)  # a page has two plots; many looks find no new round
 def _bars(title: str, label: str, points: tuple[tuple[float, float], ...], number: int) -> Plot:
     if not points:
         return Plot(title, "Nothing is known of it yet.", None)

@@ -1,4 +1,4 @@
-"""Where the page's figures come from: a run folder, the store where its islands meet, or both."""
+"""The dashboard's data: a run folder, the store where its islands meet, or both."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hf_diloco.status.observer import Observer, observe
 from hf_diloco.utils.files import METRICS_FILE, PROGRESS_FILE, SUMMARY_FILE
 from hf_diloco.utils.urls import is_object_store
 
-NUM_ROUNDS = 100  # of the last ones, read from a store
+NUM_ROUNDS = 100  # the last rounds, read from a store
 
 Signature = frozenset[tuple[str, int, int]]
 
 
 @dataclass(frozen=True)
 class Now:
-    """Where an island, or a node, stands: what it said last, and how many seconds ago, by this machine's clock."""
+    """The progress that an island or node last wrote, and its age in seconds by this machine's clock."""
 
     progress: Progress
     age: float
@@ -30,12 +30,12 @@ class Now:
 
 @dataclass(frozen=True)
 class Look:
-    """What was found at one moment.
+    """The data found at one moment.
 
     Attributes:
-        run, report: what the run folder holds; None without one.
-        now: where each island of the folder stands that says so.
-        status: what the store says; None without one.
+        run, report: of the run folder; None without one.
+        now: progress of the folder's islands that have written any.
+        status: of the store; None without one.
         problems: what could not be read, with the reason.
     """
 
@@ -48,7 +48,7 @@ class Look:
 
 
 class Source:
-    """Looks at a run as often as it is asked, and at once: at its folder, the store where its islands meet, or both.
+    """Reads a run each time it is asked, and once at the start: its folder, the store where its islands meet, or both.
 
     For one thread at a time.
 
@@ -57,7 +57,7 @@ class Source:
         key: the run's; empty for none.
 
     Raises:
-        ConfigError: the folder is no run folder.
+        ConfigError: the folder is not a run folder.
         RendezvousError: there is no run in the store, or it has another key.
         StoreError: the store does not answer.
     """
@@ -76,7 +76,8 @@ class Source:
             self.read_folder()
 
     def look(self) -> Look:
-        """What is there now. What cannot be read any more is as it was, and named among the problems."""
+        """Returns the current data. A part that cannot be read keeps its last value, and is listed among the
+        problems."""
         problems = []
         for read in (self.read_folder, self.read_store):
             try:
@@ -86,7 +87,7 @@ class Source:
         return replace(self._last, problems=tuple(problems))
 
     def read_folder(self) -> None:
-        """Reads records only where one has changed: those of a long run are large."""
+        """Reads the folder's records only if one has changed, because those of a long run are large."""
         if self._folder is None:
             return
         signature = _signature(self._folder, self._last.run)
@@ -103,7 +104,7 @@ class Source:
         self._last = replace(self._last, now=now)
 
     def read_store(self) -> None:
-        """Reads what the store says, where there is one."""
+        """Reads the store, if there is one."""
         if self._url is None:
             return
         if self._observer is None:
@@ -111,7 +112,7 @@ class Source:
         try:
             status = self._observer.look()
         except StoreError:
-            if self._url.startswith("file:"):  # another folder may be there by now
+            if self._url.startswith("file:"):  # another folder may be mounted there by now
                 self._observer = None
             raise
         self._last = replace(self._last, status=status)
@@ -126,12 +127,12 @@ def _now(path: Path) -> Now | None:
 
 
 def _signature(folder: Path, run: Run | None) -> Signature:
-    """Changes when a record does, or what is told beside it; `run` is what was found before."""
+    """Returns a signature that changes with any record or progress file; `run` is the last run read."""
     files = [*folder.glob(f"island-*/{METRICS_FILE}"), *folder.glob(f"island-*/{SUMMARY_FILE}")]
     files += [folder / METRICS_FILE, folder / "model"]
     for island in run.islands if run else ():
         files.append(island.record)
-        progress = island.folder / PROGRESS_FILE  # says where a script's record is, and at last how the island ended
+        progress = island.folder / PROGRESS_FILE  # names a script's record, and at the end says how the island ended
         if not island.sections or read_progress(progress).is_ending:
             files.append(progress)
     found = [(str(file), file.stat()) for file in files if file.exists()]
