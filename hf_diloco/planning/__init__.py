@@ -1,1 +1,1 @@
-"""Estimates of what a run will cost: traffic, time, memory."""
+"""Estimates of a run's cost: traffic, time, memory."""

@@ -11,12 +11,13 @@ and an exchange of S bytes takes
 
     seconds = 8 S / min(0.956 B, K W / RTT)  +  slow start  +  trips x RTT  +  coding
 
-0.956 is what TCP leaves of a link (1,448 of the 1,514 bytes of a frame), K the number of connections, W what each has
-under way at a time, and coding what a rank's processor takes to encode and decode values, beyond what it does while
-the link is busy. Not in it: reading and writing weights, and waiting for slower islands.
+0.956 is the share of a link that TCP leaves for data (1,448 of the 1,514 bytes of a frame), K the number of
+connections, W the bytes that each has in flight, and coding the time that a rank's processor takes to encode and
+decode values, beyond the part that overlaps with the transfer. Not included: reading and writing weights, and waiting
+for slower islands.
 
 The memory of model states is what DeepSpeed's own estimators say for ZeRO-2 and 3, and otherwise by the ZeRO paper
-(arXiv 1910.02054, section 3.1). Activations are in neither.
+(arXiv 1910.02054, section 3.1). Neither includes activations.
 """
 
 from __future__ import annotations
@@ -29,35 +30,35 @@ from hf_diloco.utils.extras import import_deepspeed_quietly, need
 
 TCP_SHARE = 1448 / 1514
 WINDOW_BYTES = 2.75e6
-"""What one TCP connection has under way on Linux with its default tcp_wmem of 4 MiB: measured, as 23 % of what TCP can
-carry at 1 Gbit/s and 100 ms (docs/benchmarks.md, "An exchange over a link")."""
+"""Bytes that one TCP connection has in flight on Linux with its default tcp_wmem of 4 MiB: measured, as 23 % of what
+TCP can carry at 1 Gbit/s and 100 ms (docs/benchmarks.md, "An exchange over a link")."""
 
 FIRST_WINDOW_BYTES = 10 * 1448
-"""The window of a new TCP connection, or after a pause (RFC 6928, RFC 2861); it doubles each round trip."""
+"""The initial window of a TCP connection, also after a pause (RFC 6928, RFC 2861); it doubles each round trip."""
 
 OUTER_BYTES = 4
-"""Bytes a parameter of one fp32 vector."""
+"""Bytes per parameter of one fp32 vector."""
 
 FEEDBACK_BYTES = 8
 CHUNK_BUFFERS = 40e6
-"""Bytes that chunks in flight hold, a rank."""
+"""Bytes of buffers for the chunks in flight, per rank."""
 
 Way = Literal["direct", "island 0", "store", "bucket"]
 
 TRIPS: dict[Way, float] = {"direct": 2.0, "island 0": 3.0, "store": 15.0, "bucket": 15.0}
-"""Round trips that follow one another in a round of two islands (docs/benchmarks.md, "Round trips of a round").
+"""Successive round trips in a round of two islands (docs/benchmarks.md, "Round trips of a round").
 
 direct: half a one for the values, half a one for the votes, one until the store has answered which outcome counts.
 island 0: measured as 2.9: two questions to island 0, for the plan and the outcome, and the values between them.
-store, bucket: requests that follow one another, counted as 13 to 17.
+store, bucket: successive requests, counted as 13 to 17.
 """
 
 CODING_SECONDS = 1e-9
-"""A value of a rank, of payloads below 32 bits: exchanges of 20 million values at 1 Gbit/s and 10 ms took 15 (bf16),
-21 (int8) and 24 ms (fp4) longer than their bytes and trips, and 4 ms with fp32 (docs/planning.md)."""
+"""Seconds per value of a rank, of payloads below 32 bits: exchanges of 20 million values at 1 Gbit/s and 10 ms took 15
+(bf16), 21 (int8) and 24 ms (fp4) longer than their bytes and trips, and 4 ms with fp32 (docs/planning.md)."""
 
 WAY_BACK_TRIPS = 0.5
-"""Besides, where more than two islands share out the averaging: the averages' way to the others."""
+"""Additional round trips if more than two islands average a piece each: the averages' way to the others."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Link:
         bits_per_second: in each direction.
         rtt: seconds to another island, or to the store, and back.
         connections: TCP connections to each other island.
-        restarts: whether a connection begins slowly again after a pause, as with Linux's default, cubic; not with bbr.
+        restarts: whether a connection repeats slow start after a pause, as with Linux's default, cubic; not with bbr.
     """
 
     bits_per_second: float
@@ -77,7 +78,7 @@ class Link:
     restarts: bool = True
 
     def seconds(self, num_bytes: float, num_peers: int = 1) -> float:
-        """For so many bytes to so many peers at once, without round trips of a protocol."""
+        """Returns the seconds that so many bytes take to so many peers at once, without a protocol's round trips."""
         flows = self.connections * num_peers
         rate = TCP_SHARE * self.bits_per_second / 8
         if not self.rtt:
@@ -87,12 +88,12 @@ class Link:
 
     @property
     def useful_connections(self) -> int:
-        """As many as fill the link, but at least those that there are, and at most 64."""
+        """The number of connections that fill the link, at least the present number, and at most 64."""
         rate = TCP_SHARE * self.bits_per_second / 8
         return min(64, max(self.connections, ceil(rate * self.rtt / WINDOW_BYTES)))
 
     def _slow_start(self, num_bytes: float, rate: float, flows: int) -> float:
-        """Windows double each round trip until they fill the link; what is left then goes at its rate."""
+        """Returns the seconds of a transfer whose windows double each round trip until they fill the link."""
         window, seconds = float(flows * FIRST_WINDOW_BYTES), 0.0
         while window < rate * self.rtt and num_bytes > window:
             num_bytes -= window
@@ -107,8 +108,8 @@ class Exchange:
 
     Attributes:
         bytes_sent, bytes_received: by one island.
-        link_seconds: for which the link is busy.
-        latency: seconds of round trips beside, in which it is not.
+        link_seconds: during which the link is busy.
+        latency: seconds of further round trips, during which the link is idle.
     """
 
     bytes_sent: float
@@ -118,19 +119,19 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """The total duration."""
         return self.link_seconds + self.latency
 
 
 def ring_all_reduce(num_bytes: float, num_islands: int, link: Link) -> Exchange:
-    """Gradients of so many bytes between one rank an island, 2 (M-1) stages one after the other."""
+    """A ring all-reduce of so many bytes of gradients, with one rank per island: 2 (M-1) successive stages."""
     sent = 2 * (num_islands - 1) / num_islands * num_bytes
     steady = Link(link.bits_per_second, link.rtt, link.connections, restarts=False)
     return Exchange(sent, sent, steady.seconds(sent), (num_islands - 1) * link.rtt)
 
 
 def outer_exchange(code_bytes: float, num_islands: int, link: Link, way: Way, averaged_by_all: bool) -> Exchange:
-    """One fragment's pseudo-gradients.
+    """An exchange of one fragment's pseudo-gradients.
 
     Args:
         code_bytes: of the fragment, encoded.
@@ -151,11 +152,11 @@ def outer_exchange(code_bytes: float, num_islands: int, link: Link, way: Way, av
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes a rank.
+    """Bytes per rank.
 
     Attributes:
         accelerator: of model states there: weights, gradients, optimizer; without activations.
-        host: of model states that are offloaded, as DeepSpeed estimates them.
+        host: of offloaded model states, as DeepSpeed estimates them.
         outer: of hf_diloco's outer state, in host memory.
     """
 
@@ -165,7 +166,8 @@ class Memory:
 
 
 def outer_memory(num_parameters: float, num_ranks: int, num_vectors: int, has_feedback: bool, fragments: int) -> float:
-    """Host bytes a rank: outer parameters, the method's vectors, error feedback, and one fragment under way."""
+    """Returns the host bytes per rank: outer parameters, the method's vectors, error feedback, and one fragment in
+    flight."""
     a_parameter = OUTER_BYTES * (1 + num_vectors) + FEEDBACK_BYTES * has_feedback + OUTER_BYTES / fragments
     return num_parameters / num_ranks * a_parameter + CHUNK_BUFFERS
 
@@ -173,7 +175,7 @@ def outer_memory(num_parameters: float, num_ranks: int, num_vectors: int, has_fe
 def model_memory(
     num_parameters: int, largest_layer: int, num_ranks: int, stage: int | None, offload: tuple[bool, bool]
 ) -> tuple[float, float]:
-    """Bytes on the accelerator and on the host, a rank, of weights, gradients and Adam's two moments.
+    """Returns the bytes per rank on the accelerator and on the host of weights, gradients and Adam's two moments.
 
     Args:
         num_parameters: of the model.
@@ -184,7 +186,7 @@ def model_memory(
     """
     if stage is None:
         return 16.0 * num_parameters, 0.0
-    if stage < 2:  # 2 bytes of weights and 2 of gradients; 12 of fp32 weights and moments, from stage 1 on shared out
+    if stage < 2:  # 2 bytes of weights and 2 of gradients; 12 of fp32 weights and moments, sharded from stage 1 on
         return num_parameters * (4 + 12 / (num_ranks if stage else 1)), 0.0
     need(f"the memory of ZeRO stage {stage}", "deepspeed")
     optimizer, parameters = offload

@@ -1,4 +1,5 @@
-"""What each way of exchanging would cost a run, by `planning.equations` and `planning.simulator`, with advice."""
+"""Estimates what each way of exchanging would cost a run, by `planning.equations` and `planning.simulator`; with
+advice."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from hf_diloco.planning.simulator import Schedule, least_rate, least_sync_every,
 from hf_diloco.utils import text
 
 TARGET = 0.95
-"""The utilisation that is looked for."""
+"""The utilisation that the advice aims for."""
 
 STREAMING_FRAGMENTS, STREAMING_DELAY = 8, 5
-"""What streaming rows assume if the run does not stream: 5 steps cost next to no quality (arXiv 2501.18512)."""
+"""Assumed by streaming rows if the run does not stream: a delay of 5 steps costs next to no quality (arXiv
+2501.18512)."""
 
 _MOST_SEARCHED = 100_000
 _RATES = (1e5, 1e15)
@@ -26,16 +28,16 @@ _GRADIENTS = {"fp32": 4, "bf16": 2}
 _SECONDS_A_DAY = 86_400
 
 _BY_CHANGE = tuple((method, payload) for method in ("DiLoCo", "overlap") for payload in ("bf16", "int8", "fp4"))
-"""What changes training least comes first."""
+"""Ordered by how little they change training."""
 
 _MOST_STEPS = 1000
-"""Between rounds: beyond, quality falls (arXiv 2311.08105)."""
+"""Most steps between rounds: beyond, quality falls (arXiv 2311.08105)."""
 
 _DRAWN = {("every step", "bf16"), ("DiLoCo", "fp32"), ("streaming", "fp32"), ("overlap", "fp32"), ("overlap", "fp4")}
-"""What shows most in a picture, besides the run's own way."""
+"""The ways that the figure shows besides the run's own."""
 
 _NUM_POINTS = 60
-_DECADES = 2.5  # on either side of the link's rate
+_DECADES = 2.5  # of rates drawn on either side of the link's rate
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Way:
 
     Attributes:
         method: "every step", "DiLoCo", "streaming", "overlap", or "this run".
-        payload: the number format of what travels.
+        payload: the number format on the wire.
         sync_every, num_fragments, delay: see `DiLoCoConfig`.
     """
 
@@ -57,19 +59,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """What a way costs an island.
+    """The cost of a way for an island.
 
     Attributes:
         way: the way.
-        bytes_sent, bytes_received: a round of the whole model.
-        exchange_seconds: of one exchange: of a fragment, or of all.
+        bytes_sent, bytes_received: in a round of the whole model.
+        exchange_seconds: of one exchange: of a fragment, or of the whole model.
         stall_seconds: during which training pauses in a round of the whole model.
         utilisation: share of the time in which the island computes.
-        sync_every_for_target: the least steps between rounds that reach `TARGET`; None if none does.
-        rate_for_target: the least bits a second that reach it with `sync_every` as it is; None if none does.
+        sync_every_for_target: the fewest steps between rounds that reach `TARGET`; None if no number does.
+        rate_for_target: the lowest bits a second that reach it with the given `sync_every`; None if no rate does.
         bytes_sent_a_day: of training.
-        price_a_day: of what all islands send, if the price is known.
-        price: the same, of the whole run.
+        price_a_day: of all islands' traffic, if the price is known.
+        price: the same, for the whole run.
     """
 
     way: Way
@@ -87,10 +89,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All rows, the run's own first, if it has a name or exchanges anything.
+    """All rows, the run's own first.
 
     Attributes:
-        scenario: what was asked.
+        scenario: the input.
         rows: one for each way.
         memory: of a rank.
         advice: one sentence.
@@ -103,11 +105,11 @@ class Estimate:
 
     @property
     def own(self) -> Row:
-        """The run as it is set up."""
+        """The row of the run as it is set up."""
         return self.rows[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: names with units in SI, and None for what is not known."""
+        """Returns values for JSON: names with units in SI, and None for unknown values."""
         scenario = self.scenario
         return {
             "name": scenario.name or None,
@@ -124,19 +126,19 @@ class Estimate:
 
 
 def make_estimate(scenario: Scenario) -> Estimate:
-    """Estimates the run as it is, and all other ways."""
+    """Estimates the run as it is set up, and all other ways."""
     rows = tuple(estimate_row(scenario, way) for way in (own_way(scenario), *all_ways(scenario)))
     return Estimate(scenario, rows, memory_of(scenario), advise(scenario, rows))
 
 
 def own_way(scenario: Scenario) -> Way:
-    """The settings of the run."""
+    """Returns the way of the run's own settings."""
     diloco = scenario.diloco
     return Way("this run", diloco.payload, diloco.sync_every, diloco.num_fragments, diloco.delay)
 
 
 def all_ways(scenario: Scenario) -> Iterator[Way]:
-    """Data parallelism, and DiLoCo, streaming, and streaming behind the inner steps with every payload."""
+    """Yields data parallelism, and DiLoCo, streaming, and streaming behind the inner steps with every payload."""
     from hf_diloco.codecs import CODECS
 
     diloco = scenario.diloco
@@ -149,7 +151,7 @@ def all_ways(scenario: Scenario) -> Iterator[Way]:
 
 
 def exchange_of(scenario: Scenario, way: Way) -> equations.Exchange:
-    """One exchange of one fragment."""
+    """Returns one exchange of one fragment."""
     if way.method == "every step":
         return equations.ring_all_reduce(
             scenario.num_parameters * _GRADIENTS[way.payload], scenario.num_islands, scenario.link
@@ -168,7 +170,7 @@ def exchange_of(scenario: Scenario, way: Way) -> equations.Exchange:
 
 
 def utilisation_of(scenario: Scenario, way: Way) -> float:
-    """Share of its time in which an island computes."""
+    """Returns the share of its time in which an island computes."""
     exchange = exchange_of(scenario, way)
     schedule = Schedule(way.sync_every, way.num_fragments, way.delay, by_layer=way.method == "every step")
     times = exchange.link_seconds, exchange.latency
@@ -176,7 +178,7 @@ def utilisation_of(scenario: Scenario, way: Way) -> float:
 
 
 def estimate_row(scenario: Scenario, way: Way) -> Row:
-    """What a way costs."""
+    """Estimates the cost of a way."""
     exchange = exchange_of(scenario, way)
     share = utilisation_of(scenario, way)
     computing = way.sync_every * scenario.step_seconds
@@ -198,7 +200,7 @@ def estimate_row(scenario: Scenario, way: Way) -> Row:
 
 
 def memory_of(scenario: Scenario) -> equations.Memory:
-    """The memory that one rank of the run needs."""
+    """Estimates the memory of one rank of the run."""
     diloco, size = scenario.diloco, scenario.num_parameters
     accelerator, host = equations.model_memory(
         size, scenario.largest_layer, scenario.num_ranks, scenario.stage, scenario.offload
@@ -222,12 +224,12 @@ def _sync_every_for_target(scenario: Scenario, way: Way) -> int | None:
 
 
 def _price(scenario: Scenario, bytes_sent: float) -> float | None:
-    """The price of what all islands send."""
+    """Returns the price of all islands' traffic."""
     return None if scenario.price is None else bytes_sent * scenario.num_islands * scenario.price / 1e9
 
 
 def advise(scenario: Scenario, rows: Sequence[Row]) -> str:
-    """The mildest change with which the islands compute 95 % of the time."""
+    """Recommends the smallest change with which the islands compute 95 % of the time."""
     own, others = rows[0], {(row.way.method, row.way.payload): row for row in rows[1:]}
     if scenario.num_islands == 1:
         return "One island exchanges nothing: any link will do."
@@ -240,7 +242,7 @@ def advise(scenario: Scenario, rows: Sequence[Row]) -> str:
     if own.utilisation >= TARGET:
         return f"Keep these settings: the islands compute {text.share(own.utilisation)} of the time."
     wider = scenario
-    if scenario.way != "bucket":  # where the number of connections can be chosen, as many as fill the link
+    if scenario.way != "bucket":  # if the number of connections can be chosen, as many as fill the link
         wider = replace(scenario, link=replace(scenario.link, connections=scenario.link.useful_connections))
     begin = f"As it is set up, the islands compute {text.share(own.utilisation)} of the time"
     streams = find_method(scenario.diloco.method).streams
@@ -251,7 +253,7 @@ def advise(scenario: Scenario, rows: Sequence[Row]) -> str:
             return f"{begin}; set {_settings(row, wider)} for {text.share(row.utilisation)}."
     enough = [(steps, row) for row in changed if (steps := row.sync_every_for_target) and steps <= _MOST_STEPS]
     if enough:
-        steps, row = min(enough, key=lambda one: one[0])  # of equals the mildest
+        steps, row = min(enough, key=lambda one: one[0])  # among equals the smallest change
         return f"{begin}; set {_settings(row, wider)} and sync_every: {steps} for {text.share(TARGET)}."
     rates = [(rate, row) for row in changed if (rate := row.rate_for_target)]
     needed = ""
@@ -262,7 +264,7 @@ def advise(scenario: Scenario, rows: Sequence[Row]) -> str:
 
 
 def _settings(row: Row, scenario: Scenario) -> str:
-    """As they stand in a run file."""
+    """Formats a row's settings as in a run file."""
     settings = [f"payload: {row.way.payload}"]
     if scenario.link.connections > scenario.diloco.connections:
         settings.append(f"connections: {scenario.link.connections}")

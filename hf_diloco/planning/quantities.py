@@ -1,4 +1,4 @@
-"""Numbers with units, as people type them: 7b parameters, 200M bits a second, 80 ms."""
+"""Parses numbers with units as people type them: 7b parameters, 200M bits a second, 80 ms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 360
 
 
 def parse_count(text: str, option: str) -> int:
-    """A count, as 350M, 7b or 1.5e9; raises `ConfigError`, which names the option, if it is none."""
+    """Parses a count such as 350M, 7b or 1.5e9; raises `ConfigError`, which names the option, if it is invalid."""
     value, unit = _split(text)
     if unit.lower() not in _COUNTS or not 1 <= value * _COUNTS[unit.lower()] <= 1e15:
         raise ConfigError(f"{option} {text}: give a number of parameters, as 350M, 7b or 1.5e9")
@@ -24,17 +24,19 @@ def parse_count(text: str, option: str) -> int:
 
 
 def parse_rate(text: str, option: str) -> float:
-    """Bits a second, as 200M, 10G or 1.5 Gbit/s; raises `ConfigError`, which names the option, for anything else."""
+    """Parses bits a second such as 200M, 10G or 1.5 Gbit/s; raises `ConfigError`, which names the option, if
+    invalid."""
     value, unit = _split(text)
     ending = next((ending for ending in _RATE_ENDINGS if unit.endswith(ending) and len(unit) - len(ending) < 2), None)
     factor = _RATES.get(unit[: len(unit) - len(ending)].lower()) if ending is not None else None
-    if factor is None or not 1e3 <= value * factor <= 1e15:  # 200 alone is a forgotten M
+    if factor is None or not 1e3 <= value * factor <= 1e15:  # 200 alone lacks an M
         raise ConfigError(f"{option} {text}: give bits a second, as 200M, 10G or 1.5Gbit/s (bits, not bytes)")
     return value * factor
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """A duration in seconds, as 80ms, 1.5s, 2min or 0; raises `ConfigError`, which names the option, if it is none."""
+    """Parses a duration such as 80ms, 1.5s, 2min or 0; raises `ConfigError`, which names the option, if it is
+    invalid."""
     value, unit = _split(text)
     seconds = value * _SECONDS.get(unit, math.nan)
     if not (seconds == 0 or 1e-9 <= seconds <= 1e9):
@@ -43,7 +45,7 @@ def parse_seconds(text: str, option: str) -> float:
 
 
 def bit_rate(value: float) -> str:
-    """Bits a second for people: 200 Mbit/s."""
+    """Formats bits a second: 200 Mbit/s."""
     for unit, factor in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g} {unit}"
@@ -51,7 +53,7 @@ def bit_rate(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Seconds for people, also short ones: 80 ms."""
+    """Formats seconds, including short durations: 80 ms."""
     return seconds_of(value) if value >= 1 or not value else f"{value * 1e3:.3g} ms"
 
 

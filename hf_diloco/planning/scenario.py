@@ -1,4 +1,4 @@
-"""What an estimate is of: a run file, with its model's size and its record, or a few numbers."""
+"""The input of an estimate: from a run file, its model's size and its record, or from a few numbers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ STEP_ASSUMED = f"a step takes {DEFAULT_STEP_SECONDS:g} s (--step-time)"
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run, as far as its traffic and memory depend on it.
+    """The properties of a run that its traffic and memory depend on.
 
     Attributes:
         name: of the run; empty without a run file.
-        num_parameters: that are trained.
-        largest_layer: parameters of the largest module that holds any.
+        num_parameters: trained parameters.
+        largest_layer: parameters of the largest module that directly holds any.
         num_layers: blocks of the model.
         step_seconds: of one inner step, without communication.
         num_ranks: of an island.
         stage: of ZeRO; None without DeepSpeed.
         offload: of optimizer and of parameters to the host.
         max_steps: of the run; None if unknown.
-        price: of a gigabyte that leaves an island, in whatever money; None if unknown.
-        assumed: what nobody said, with the option that says it.
+        price: of a gigabyte that leaves an island, in any currency; None if unknown.
+        assumed: values that were not given, with the option that sets each.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Scenario:
 
     @property
     def num_islands(self) -> int:
-        """That take part in a round; 1 without an outer loop."""
+        """Islands that take part in a round; 1 without an outer loop."""
         return self.diloco.num_islands if self.diloco.enabled else 1
 
     @property
@@ -65,15 +65,15 @@ class Scenario:
         return "store" if self.diloco.meets_in_store else "direct"
 
     def with_link(self, bits_per_second: float) -> Scenario:
-        """The same at another bit rate."""
+        """Returns the same scenario at another bit rate."""
         return replace(self, link=replace(self.link, bits_per_second=bits_per_second))
 
 
 def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: float | None) -> Scenario:
-    """The scenario of a language model's run; for its arguments see `Scenario`.
+    """Returns the scenario of a language model's run; for its arguments see `Scenario`.
 
     If `step_seconds` is None, an inner step is as long as in the run's record, or else `DEFAULT_STEP_SECONDS`.
-    Raises `ConfigError` if the model's configuration or its tokenizer cannot be had.
+    Raises `ConfigError` if the model's configuration or its tokenizer cannot be loaded.
     """
     from hf_diloco.apps.lm.model import sketch_model
     from hf_diloco.apps.lm.tokenizer import load_tokenizer
@@ -100,7 +100,7 @@ def scenario_of(run: RunFile, link: Link, step_seconds: float | None, price: flo
 
 
 def _measured_step(folder: Path) -> float | None:
-    """Seconds of an inner step in the run's record; None if there is none."""
+    """Returns the mean seconds of an inner step in the run's record; None if there is none."""
     from hf_diloco.report.read import load_run
     from hf_diloco.report.records import Sync
 
@@ -120,7 +120,7 @@ def _measured_step(folder: Path) -> float | None:
 
 
 def _zero(run: RunFile) -> tuple[int | None, tuple[bool, bool]]:
-    """ZeRO's stage, and whether it offloads optimizer and parameters."""
+    """Returns ZeRO's stage, and whether it offloads optimizer and parameters."""
     from hf_diloco.apps.common.deepspeed import deepspeed_config
 
     config = deepspeed_config(run)

@@ -1,17 +1,17 @@
 """The time line of one island: when it computes, when its link is busy, and when it waits.
 
-All islands are taken to be equally fast. A step is the forward pass of all layers, from the first to the last, and the
-backward pass of all layers, from the last to the first. The link carries one transfer at a time, in the order in which
-they become ready.
+All islands are assumed to be equally fast. A step is the forward pass of all layers, from the first to the last, and
+the backward pass of all layers, from the last to the first. The link carries one transfer at a time, in the order in
+which they become ready.
 
-Two kinds of exchange, which differ in what waits for what:
+There are two kinds of exchange, which differ in what waits for what:
 
 by layer    A layer's values leave as soon as its backward pass has ended, and its next forward pass waits for them.
-            The link carries the next layer while the latency of one goes by. This is data parallelism that overlaps
-            the exchange with the backward pass, and the simulation in the paper of Streaming DiLoCo (arXiv
+            The link carries the next layer during the latency of the previous one. This is data parallelism that
+            overlaps the exchange with the backward pass, and the simulation in the paper of Streaming DiLoCo (arXiv
             2501.18512), whose table `benchmarks/planning.py` reproduces.
 whole       A fragment leaves when a step has ended, and the next step waits for all of it, or the one `delay` steps
-            later. Exchanges follow one another, with their latency. This is what hf_diloco does.
+            later. Exchanges are sequential, including their latency. This is what hf_diloco does.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MEASURED_STEPS = 10
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is exchanged when.
+    """Which fragments are exchanged after which steps.
 
     Attributes:
         sync_every: steps between two exchanges of the same fragment; 1 with one fragment: after every step.
         num_fragments: parts of the model that are exchanged one at a time, spread evenly over `sync_every` steps;
             layer l belongs to fragment l mod `num_fragments`.
-        delay: steps that go on while a fragment is under way.
-        by_layer: see the module.
+        delay: steps that training continues while a fragment is in flight.
+        by_layer: see the module's docstring.
     """
 
     sync_every: int = 1
@@ -51,14 +51,14 @@ class Schedule:
         return [self.sync_every * (number + 1) // self.num_fragments for number in range(self.num_fragments)]
 
     def next_exchange(self, step: int) -> tuple[int, int]:
-        """The first step from `step` on after which there is an exchange, and the fragment."""
+        """Returns the first step from `step` on after which there is an exchange, and the fragment."""
         period, position = divmod(step - 1, self.sync_every)
         fragment = bisect_left(self.positions, position + 1)
         return period * self.sync_every + self.positions[fragment], fragment
 
 
 class Timeline:
-    """One island's steps, one after the other; for its arguments see `utilisation`."""
+    """One island's successive steps; for its arguments see `utilisation`."""
 
     def __init__(
         self, step_seconds: float, schedule: Schedule, exchange_seconds: float, latency: float, num_layers: int
@@ -70,12 +70,12 @@ class Timeline:
         self._latency = latency
         self._layer_seconds = step_seconds / num_layers
         self._link_is_free_at = 0.0
-        self._due: dict[int, dict[int, float]] = {}  # step: when the layers arrive that it waits for
+        self._due: dict[int, dict[int, float]] = {}  # by step: the arrival times of the layers that it waits for
         self._step = 0
         self.now = 0.0
 
     def advance(self, last: int) -> None:
-        """Goes to the end of step `last`, from 1; steps without communication are passed in one go."""
+        """Advances to the end of step `last`, from 1; skips over steps without communication at once."""
         while self._step < last:
             begins, fragment = self._schedule.next_exchange(self._step + 1)
             busy = min([begins, last + 1, *self._due])
@@ -101,7 +101,7 @@ class Timeline:
             self.now = max(self.now, arrivals.get(layer, 0.0)) + FORWARD_SHARE * self._layer_seconds
 
     def _run_backward(self, fragment: int | None) -> dict[int, float]:
-        """When the layers of the fragment arrive, which leave one by one."""
+        """Returns when the layers of the fragment arrive, each of which is sent after its backward pass."""
         every = self._schedule.num_fragments
         layers = () if fragment is None else range(fragment, self._num_layers, every)
         due = {}
@@ -112,7 +112,7 @@ class Timeline:
         return due
 
     def _send(self, seconds: float) -> float:
-        """When the link has carried what is ready now."""
+        """Returns when the link has carried a transfer that is ready now."""
         self._link_is_free_at = max(self.now, self._link_is_free_at) + seconds
         return self._link_is_free_at
 
@@ -120,13 +120,13 @@ class Timeline:
 def utilisation(
     step_seconds: float, schedule: Schedule, exchange_seconds: float, latency: float = 0.0, num_layers: int = 24
 ) -> float:
-    """Share of an island's time in which it computes, in the long run.
+    """Returns the share of an island's time in which it computes, in the long run.
 
     Args:
         step_seconds: of an inner step, without communication.
         schedule: its exchanges.
         exchange_seconds: for the link to carry one fragment.
-        latency: seconds more until it has arrived.
+        latency: further seconds until the fragment has arrived.
         num_layers: of the model, all of one size.
     """
     timeline = Timeline(step_seconds, schedule, exchange_seconds, latency, num_layers)
@@ -139,9 +139,9 @@ def utilisation(
 
 
 def least_rate(target: float, reached: Callable[[float], float], low: float, high: float) -> float | None:
-    """The least bit rate, to 1 %, at which a utilisation is reached that grows with it; None if not even at `high`.
+    """Returns the lowest bit rate, within 1 %, that reaches the target utilisation; None if `high` does not.
 
-    Rates are looked for between `low` and `high`; `reached` gives the utilisation at one.
+    Searches between `low` and `high`; `reached` returns the utilisation at a rate, and grows with it.
     """
     if reached(high) < target:
         return None
@@ -152,9 +152,9 @@ def least_rate(target: float, reached: Callable[[float], float], low: float, hig
 
 
 def least_sync_every(target: float, reached: Callable[[int], float], low: int, high: int) -> int | None:
-    """The least number of steps between exchanges at which a utilisation is reached; None if not even at `high`.
+    """Returns the fewest steps between exchanges that reach the target utilisation; None if `high` does not.
 
-    Numbers are looked for between `low` and `high`; `reached` gives the utilisation with one.
+    Searches between `low` and `high`; `reached` returns the utilisation with a number of steps.
     """
     numbers = range(low, high + 1)
     found = bisect_left(numbers, target, key=reached)
