@@ -103,7 +103,8 @@ def check_meeting(config: DiLoCoConfig) -> None:
 
 
 def wants_store(config: DiLoCoConfig) -> str:
-    """Returns the setting that requires a store, because only there islands can come and go; "" if there is none."""
+    """Returns a setting that only a store can satisfy, because islands come and go or payloads lie there; "" if
+    none."""
     if config.exchange == "bucket":
         return "exchange=bucket"
     if config.max_islands is not None and config.max_islands > config.num_islands:

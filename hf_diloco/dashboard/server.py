@@ -36,8 +36,8 @@ HEADERS = {
 }
 SCRIPT = "dashboard.js"
 _QUICK_SECONDS, _REST = 1.0, 4
-"""After a look that took longer than a quick one, the next waits so many times the excess: in a long run one look
-takes minutes."""
+"""A look that takes longer than `_QUICK_SECONDS` is followed by a pause of `_REST` times the excess: in a long run one
+look takes minutes."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 NOW_COLUMNS = ("", "state", "step", "round", "loss", "speed", "written", "message")
 

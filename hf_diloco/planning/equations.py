@@ -78,7 +78,7 @@ class Link:
     restarts: bool = True
 
     def seconds(self, num_bytes: float, num_peers: int = 1) -> float:
-        """Returns the seconds that so many bytes take to so many peers at once, without a protocol's round trips."""
+        """Returns the seconds to send `num_bytes` to `num_peers` at once, without a protocol's round trips."""
         flows = self.connections * num_peers
         rate = TCP_SHARE * self.bits_per_second / 8
         if not self.rtt:
@@ -124,7 +124,7 @@ class Exchange:
 
 
 def ring_all_reduce(num_bytes: float, num_islands: int, link: Link) -> Exchange:
-    """A ring all-reduce of so many bytes of gradients, with one rank per island: 2 (M-1) successive stages."""
+    """A ring all-reduce of gradients, with one rank per island: 2 (M-1) successive stages."""
     sent = 2 * (num_islands - 1) / num_islands * num_bytes
     steady = Link(link.bits_per_second, link.rtt, link.connections, restarts=False)
     return Exchange(sent, sent, steady.seconds(sent), (num_islands - 1) * link.rtt)

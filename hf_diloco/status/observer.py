@@ -41,7 +41,7 @@ _ENDED = ("left", "finished")
 _OF_INCARNATION = {"host", "pid", "folder"}  # shown unchanged
 _OF_HEARTBEAT = {"phase", "round", "steps", "tokens_per_second", "num_ranks"}
 _POLL_SECONDS = 0.5
-_USUAL_ROUNDS = 5  # the usual time of a round is the median of at least so many
+_USUAL_ROUNDS = 5  # fewest rounds from which the usual time of a round is computed
 _PATH = re.compile(r"rounds/(\d{8,12})/(\d{2})/(?:offers/[0-9-]+|plan|outcome(?:-[2-9])?|revoked)\.json")
 
 ByIsland = Mapping[int, Mapping[int, Entry]]

@@ -210,8 +210,7 @@ class Folder:
             os.close(folder)
 
     def _begin(self, parent: str, unfinished: str, is_lasting: bool) -> tuple[int, int]:
-        """Creates missing parent folders and an empty file; retries if another island removes an empty folder
-        meanwhile."""
+        """Creates missing parent folders and an empty file; retries if another island removes an empty folder."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 folder = self._enter(parent, is_lasting)

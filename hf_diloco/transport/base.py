@@ -75,7 +75,7 @@ class RateLimit:
         self._paid_until = float("-inf")  # when everything taken so far is within the limit
 
     def take(self, num_bytes: int) -> None:
-        """Waits until so many bytes may be sent; first come, first served."""
+        """Waits until `num_bytes` may be sent; first come, first served."""
         if self.bytes_per_second is None:
             return
         with self._lock:
@@ -91,13 +91,13 @@ class RateLimit:
         return None if self.bytes_per_second is None else self.take
 
     def seconds(self, num_bytes: int) -> float:
-        """Returns the shortest time in seconds that so many bytes take."""
+        """Returns the shortest time in seconds in which `num_bytes` can be sent."""
         if self.bytes_per_second is None:
             return 0.0
         return max(0.0, num_bytes / self.bytes_per_second - BURST_SECONDS)
 
     def check(self, num_bytes: int, what: str, timeout: float, otherwise: str) -> None:
-        """Raises `ExchangeError` if so many bytes take longer than `timeout` seconds at this rate."""
+        """Raises `ExchangeError` if `num_bytes` take longer than `timeout` seconds at this rate."""
         seconds = self.seconds(num_bytes)
         if self.bytes_per_second and seconds > timeout:
             raise ExchangeError(

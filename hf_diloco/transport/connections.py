@@ -281,8 +281,8 @@ class Connections:
                 position = self._waiter.position
                 if position == suspect:
                     raise self.lost(works[position].peer, "its connection broke") from None
-                # Another connection to the peer may break first: an idle one closes before those that still deliver
-                # data which the peer sent before it left.
+                # Probe only this transfer's connection: an idle connection of the peer closes before those that still
+                # deliver data which the peer sent before it left.
                 is_held_up = position < len(works) and self._is_broken(
                     works[position].peer, works[position].connection
                 )

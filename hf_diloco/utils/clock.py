@@ -14,7 +14,7 @@ class Clock:
     """Monotonic time in seconds, from an arbitrary start."""
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps for so many seconds."""
+        """Sleeps for this many seconds."""
         time.sleep(seconds)
 
     def event(self) -> threading.Event:

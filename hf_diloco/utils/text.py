@@ -41,7 +41,7 @@ def loss(value: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Formats a number with so many significant digits."""
+    """Formats a number with `digits` significant digits."""
     return MISSING if value is None else f"{value:.{digits}g}"
 
 

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 @cache
 def outlive_gloo() -> None:
-    """Delays the interpreter's exit: Gloo's threads may still need it, and would abort the process."""
+    """Delays the exit by 0.2 s: Gloo's threads may still need the interpreter, and would otherwise abort the
+    process."""
     atexit.register(time.sleep, 0.2)
 
 
