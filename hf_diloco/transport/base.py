@@ -87,7 +87,7 @@ class RateLimit:
 
     @property
     def pace(self) -> Callable[[int], None] | None:
-        """What to call before so many bytes go, as `take`; None where all may go at once."""
+        """The function to call before sending a number of bytes, `take`; None without a limit."""
         return None if self.bytes_per_second is None else self.take
 
     def seconds(self, num_bytes: int) -> float:
@@ -270,7 +270,7 @@ def averaged_by_all(num_islands: int, codec: Codec) -> bool:
 
 
 def bytes_to_send(size: int, num_islands: int, codec: Codec) -> int:
-    """Of an average, give or take how pieces are rounded."""
+    """Returns the bytes that each island sends for an average, apart from the rounding of pieces."""
     num_bytes = (num_islands - 1) * codec.num_bytes(size)
     return num_bytes if averaged_by_all(num_islands, codec) else 2 * num_bytes // num_islands
 

@@ -57,11 +57,10 @@ class _Check(NamedTuple):
 
 
 class Transfers:
-    """Sends and receives under way, each with its peer, so that a failure can be told by the island's number.
+    """Transfers in flight, each with its peer, so that a failure can name the island.
 
     Attributes:
-        damaged: peers of whom something has come that is not what they sent. It was replaced by zeros, which every
-            codec can decode.
+        damaged: peers whose data arrived corrupt. They were replaced by zeros, which every codec can decode.
     """
 
     def __init__(self) -> None:
@@ -78,20 +77,20 @@ class Transfers:
         self._received += received
 
     def number(self, operation: str, peer: int, tag: int) -> int:
-        """Counts what goes one way with one tag, from 0; the same at both ends."""
+        """Numbers the transfers in one direction with one tag, from 0; the same at both ends."""
         self._numbers[operation, peer, tag] += 1
         return self._numbers[operation, peer, tag] - 1
 
     def expect(self, received: torch.Tensor, is_sound: Callable[[], bool], peer: int) -> None:
-        """Has `check` ask whether what was received is what the peer sent."""
+        """Registers a check of received data, which `check` runs."""
         self._checks.append(_Check(received, is_sound, peer))
 
     def when_done(self, ending: Callable[[], None]) -> None:
-        """Has `check` call this; it is not called if the transfers fail."""
+        """Registers a function that `check` calls; it is not called if the transfers fail."""
         self._endings.append(ending)
 
     def check(self) -> None:
-        """Looks at what has come, once it has; see `damaged`."""
+        """Checks the received data once all transfers are done; see `damaged`."""
         for received, is_sound, peer in self._checks:
             if not is_sound():
                 received.zero_()
@@ -102,13 +101,13 @@ class Transfers:
         self._endings.clear()
 
     def drop(self) -> None:
-        """Lets go of all that are under way: they hold the group, and the group its sockets."""
+        """Drops all transfers in flight: they hold the group, and the group its sockets."""
         self.works.clear()
         self._checks.clear()
         self._endings.clear()
 
     def take_traffic(self) -> Traffic:
-        """What was moved since the last call."""
+        """Returns the traffic since the last call."""
         traffic = Traffic(self._sent, self._received)
         self._sent = self._received = 0
         return traffic
@@ -179,7 +178,7 @@ class Connections:
             for wire in sealer.seal(part, End(peer, connection), tag, transfers) if sealer else (part,):
                 transfers.add(self._send(wire, peer, tag, connection), sent=num_bytes)
                 num_bytes = 0
-        if with_checksum and not sealer and tensor.numel():  # made while the first part is on its way
+        if with_checksum and not sealer and tensor.numel():  # computed while the first part is in flight
             transfers.add(self.send_whole(torch.tensor([_checksum(tensor)]), peer, tag))
 
     def receive(
@@ -199,11 +198,11 @@ class Connections:
             transfers.expect(tensor, lambda: _checksum(tensor) == int(checksum), peer)
 
     def send_whole(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """As `send`, of something small: over one connection, and as it is. The caller seals."""
+        """Starts sending something small, over one connection and unsealed: the caller seals it."""
         return self._send(tensor, peer, tag, tag % self.num_connections)
 
     def receive_whole(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Starts receiving what comes by `send_whole`, also into a longer tensor."""
+        """Starts receiving a `send_whole`; the tensor may be longer."""
         return self._start("recv", tensor, peer, tag, tag % self.num_connections)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:

@@ -36,15 +36,16 @@ from hf_diloco.transport.waiting import Deadline, LossNotes
 Watch = Callable[[], Callable[[], None]]
 
 CHUNK_VALUES = 1 << 20
-"""Values a chunk: 4 MiB of fp32. Below 1 MiB round trips count, above 16 MiB caches and the pipeline's ends do."""
+"""Values in a chunk: 4 MiB of fp32. Below 1 MiB round trips dominate, above 16 MiB cache misses and the pipeline's
+ends."""
 
 MAX_CHUNK = 4
-"""So many times as many values are in a chunk if they take as many times fewer bytes: each costs calls, too."""
+"""Largest factor on `CHUNK_VALUES` for codecs that need as many times fewer bytes: each chunk costs calls, too."""
 
 MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 8, 32
 BYTES_IN_FLIGHT = 32 << 20
-"""What fills a link of 1 Gbit/s and 0.1 s well. Chunks of few bytes are more in number, up to where each is so small
-that its arithmetic takes longer than its way."""
+"""Enough to fill a link of 1 Gbit/s and 0.1 s. Smaller chunks are more in number, up to the point where the arithmetic
+of a chunk takes longer than its transfer."""
 
 
 class MeshExchange(Exchange):
@@ -72,7 +73,7 @@ class MeshExchange(Exchange):
         self._expected: deque[Chunk] = deque()
         self._prepared: deque[Chunk] = deque()
         self._failure: ExchangeError | None = None
-        self._moved = Traffic()  # in the exchange under way
+        self._moved = Traffic()  # in the current exchange
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(lane.store, lane.name, lane.island)
         self._rate_limit = lane.rate_limit
@@ -98,7 +99,7 @@ class MeshExchange(Exchange):
             assert chunk.size == part.numel(), f"{chunk.size} values were expected, not {part.numel()}"
             chunk.values = part
         try:
-            if not self._is_limited:  # else sending takes its time
+            if not self._is_limited:  # with a rate limit, sending would block
                 for chunk in self._prepared:
                     self._scatter(chunk)
         except ExchangeError as error:
@@ -249,7 +250,7 @@ class MeshExchange(Exchange):
             self.links.send(own, peer, chunk.result_tag, chunk.results)
 
     def _finish(self, chunk: Chunk, weights: Sequence[float], observe: Observer | None, deadline: Deadline) -> None:
-        """Puts the average in place of the chunk's values, block by block."""
+        """Replaces the chunk's values by the average, block by block."""
         self._wait(chunk.transfers if chunk.is_averaged_by_all else chunk.results, deadline)
         for where in blocks(chunk.size):
             values = chunk.values[where]
@@ -324,14 +325,14 @@ class MeshExchange(Exchange):
 
 @dataclass
 class Chunk:
-    """What is in flight for one chunk of the values.
+    """The transfers of one chunk of the values.
 
     Attributes:
-        size: how many values.
-        slot: which of the buffers it has.
-        codec: how they travel.
-        is_averaged_by_all: there is no piece for each island.
-        values: themselves; none while it is only expected.
+        size: number of values.
+        slot: index of its buffers.
+        codec: the number format on the wire.
+        is_averaged_by_all: every island averages the whole chunk, instead of a piece.
+        values: the chunk's values; empty while the chunk is only expected.
     """
 
     size: int
@@ -351,45 +352,46 @@ class Chunk:
     results: Transfers = field(default_factory=Transfers)
 
     def drop(self) -> None:
-        """Lets go of all transfers."""
+        """Drops all transfers."""
         self.transfers.drop()
         self.results.drop()
 
     def result_of(self, island: int) -> torch.Tensor:
-        """The code of the average of the piece that `island` averages."""
+        """Returns the code of the averaged piece that `island` owns."""
         piece = self.pieces[island]
         return self.result[self.codec.locate(piece.start, piece.stop)]
 
     def code_of(self, island: int) -> torch.Tensor:
-        """The code of the piece that `island` averages."""
+        """Returns the code of the piece that `island` averages."""
         piece = self.pieces[island]
         return self.code[self.codec.locate(piece.start, piece.stop)]
 
 
 def chunk_values(size: int, codec: Codec) -> int:
-    """Values a chunk, of `size`: at least as many chunks as are in flight at a time, if there are so many values."""
+    """Returns the values per chunk when `size` values are cut: at least as many chunks as are in flight at a time, if
+    there are enough values."""
     fewer_bytes = 4 * codec.block_values // codec.block_bytes
     return CHUNK_VALUES * max(1, min(MAX_CHUNK, fewer_bytes, size // (MIN_CHUNKS_IN_FLIGHT * CHUNK_VALUES)))
 
 
 def first_chunks(size: int, codec: Codec) -> list[int]:
-    """Values of each of the chunks that are in flight first, of `size`."""
+    """Returns the sizes of the chunks that are in flight first when `size` values are cut."""
     most = chunk_values(size, codec)
     sizes = [min(most, size - start) for start in range(0, max(1, size), most)]
     return sizes[: num_chunks_in_flight(most, codec)]
 
 
 def num_chunks_in_flight(chunk_values: int, codec: Codec) -> int:
-    """Chunks of so many values that are in flight at a time."""
+    """Returns how many chunks of this size are in flight at a time."""
     wanted = BYTES_IN_FLIGHT // codec.num_bytes(chunk_values)
     return max(MIN_CHUNKS_IN_FLIGHT, min(MAX_CHUNKS_IN_FLIGHT, wanted))
 
 
 def blocks(size: int) -> list[slice]:
-    """Cuts so many values into what is handled at a time."""
+    """Returns the slices of the blocks that arithmetic handles at a time."""
     return [slice(start, min(start + BLOCK_VALUES, size)) for start in range(0, size, BLOCK_VALUES)]
 
 
 def length(where: slice) -> int:
-    """Values in a part of a vector."""
+    """Returns the number of values in a slice."""
     return int(where.stop - where.start)

@@ -34,7 +34,7 @@ _FOREVER = 365 * 86400.0  # a Gloo timeout would close the connection; callers h
 
 
 class _Expected(NamedTuple):
-    """One peer's message, as Gloo receives it, and what is under way for it."""
+    """The buffer and the transfers of one peer's message."""
 
     frame: torch.Tensor
     works: list[Work]
@@ -77,7 +77,7 @@ class Messages:
             frame = _pack(message, tag, channel)
             try:
                 expected[peer].works.append(self._links.send_whole(frame, peer, tag))
-            except ExchangeError:  # nor can it be received from
+            except ExchangeError:  # receiving from this peer fails, too
                 continue
         self._tag += 1
         self._expect()

@@ -1,4 +1,4 @@
-"""Seals what goes over the connections of a lane."""
+"""Seals the traffic on the connections of a lane."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MIN_KEPT_BYTES = 1 << 12
 
 
 class Sealer:
-    """Seals what one end sends, and opens what comes. Any number of threads may use it.
+    """Seals what one end sends, and opens what it receives. Any number of threads may use it.
 
-    A message is sealed from the caller's tensor into memory of its own, from which it is sent, and opened from where
-    it was received into the caller's tensor: one pass over memory each, as the checksum without a key is. That memory
-    is used again. A message that is only authenticated is sent as it lies, and its signature behind it.
+    A message is sealed from the caller's tensor into a reusable buffer, from which it is sent, and opened from a
+    reusable buffer into the caller's tensor: one pass over memory each, as for the checksum without a key. A message
+    that is only authenticated is sent in place, followed by its signature.
     """
 
     def __init__(self, channels: Mapping[End, Channel]) -> None:
@@ -31,7 +31,7 @@ class Sealer:
         self._staging = _Staging()
 
     def seal(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
-        """What to send, in this order."""
+        """Returns the tensors to send, in this order."""
         channel, place = self.channels[end], (tag, transfers.number("send", end.peer, tag))
         if not channel.encrypts:
             return [part, torch.frombuffer(bytearray(channel.sign(place, _bytes(part))), dtype=torch.uint8)]
@@ -41,7 +41,8 @@ class Sealer:
         return [sealed]
 
     def expect(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
-        """What to receive, in this order. `part` is whole once the transfers were waited for and checked."""
+        """Returns the tensors to receive, in this order. `part` is complete once the transfers were waited for and
+        checked."""
         channel, place = self.channels[end], (tag, transfers.number("recv", end.peer, tag))
         if not channel.encrypts:
             signature = torch.empty(OVERHEAD, dtype=torch.uint8)
@@ -55,17 +56,18 @@ class Sealer:
 
 
 class _Staging:
-    """Host memory, used again for whatever fits: fresh memory costs eight times what used memory does.
+    """Host memory that is reused for any message that fits: fresh memory costs eight times as much.
 
-    Each piece has the next power of two of bytes. What nobody has written to takes no memory, and the last chunk of
-    every fragment has a length of its own.
+    Buffers have a power of two of bytes, because the last chunk of every fragment has a length of its own. Pages that
+    were never written take no memory.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        """So many bytes, and what gives them back: not to be called while a transfer may still use them."""
+        """Returns a buffer and the function that returns it to the pool, to be called when no transfer uses it any
+        more."""
         size = 1 << (num_bytes - 1).bit_length()
         free = self._free[size] if num_bytes >= _MIN_KEPT_BYTES else []
         try:

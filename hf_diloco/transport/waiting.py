@@ -1,6 +1,5 @@
-"""Waiting for sends and receives under way: a thread that blocks on them, until when, and with whom it began where
-islands give up one after the other.
-"""
+"""Waits for transfers in flight: a thread that blocks on them, deadlines, and notes that tell which island was lost
+first when others fail after it."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.threads import call_within
 
 NOTE_SECONDS = 2.0
-"""How long the store may take, and, where nothing else is said, a note that an island is about to leave."""
+"""Timeout of the store, and the default time to wait for the note of an island that is about to leave."""
 
 
 class Work(NamedTuple):
-    """One send or receive under way, and over which of the connections to its peer."""
+    """One transfer in flight, with its peer and the number of the connection."""
 
     handle: Any
     peer: int
@@ -39,13 +38,14 @@ class Failure(NamedTuple):
 
 
 class Deadline:
-    """One limit for a whole exchange: Gloo's own timeouts are per step, and a trickle could go on for ever."""
+    """One limit for a whole exchange: Gloo's own timeouts are per step, so a trickle of data could go on forever."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def remaining(self) -> timedelta:
-        """Rounded up to milliseconds: Gloo cuts off the rest, and would time out just before the deadline is over."""
+        """Returns the time left, rounded up to milliseconds: Gloo truncates, and would time out just before the
+        deadline."""
         return timedelta(milliseconds=max(1, math.ceil(1000 * (self._end - time.monotonic()))))
 
     @property
@@ -54,7 +54,7 @@ class Deadline:
 
 
 class Waiter:
-    """A thread that blocks on transfers, so that nobody else must: on those of one request after the other.
+    """A thread that blocks on transfers on behalf of others, one request after the other.
 
     Args:
         name: of the thread.
@@ -68,22 +68,22 @@ class Waiter:
             target=_wait_for_all,
             args=(self._requests, self._progress),
             name=name,
-            daemon=True,  # a transfer that Gloo does not wake must not keep the process
+            daemon=True,  # a transfer that Gloo does not wake must not keep the process alive
         ).start()
         self.end = weakref.finalize(self, self._requests.put, None)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has yet to be done."""
+        """Whether a request is not done yet."""
         return self._progress.num_done < self._num_requests
 
     @property
     def position(self) -> int:
-        """The number of the transfer that is waited for, among those of the only request."""
+        """The index of the transfer being waited for, if there is only one request."""
         return self._progress.position
 
     def start(self, works: list[Work], deadline: Deadline, then: Callable[[Failure | None], object]) -> None:
-        """Calls `then`, on that thread, with None once all are done, or with the first failure."""
+        """Calls `then`, on the waiter's thread, with None once all are done, or with the first failure."""
         self._num_requests += 1
         self._progress.position = 0
         self._requests.put(_Request(works, deadline, then))
@@ -103,7 +103,7 @@ def _wait_for_all(requests: SimpleQueue[_Request | None], progress: _Progress) -
     while (request := requests.get()) is not None:
         failure, then = _first_failure(request.works, request.deadline, progress), request.then
         progress.num_done += 1
-        del request  # or it would keep the works, and through them the sockets, until the next
+        del request  # otherwise it would keep the works, and with them the sockets, alive until the next request
         then(failure)
         del then
 
@@ -119,24 +119,24 @@ def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -
 
 
 def reason(error: Exception) -> str:
-    """What Gloo says, without the place in its source and its general advice."""
+    """Returns Gloo's error text without its source location and general advice."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0].rstrip(".")
 
 
 class LossNotes:
-    """One island's notes in the store, one a lane.
+    """One island's notes in the store about a lost peer, one note per lane.
 
-    An island that loses another writes its number down, and only then closes its own connections. So whoever finds a
-    connection closed can tell an island that is gone from one that merely followed.
+    An island that loses another one writes its number down, and only then closes its own connections. So an island
+    that finds a connection closed can tell whether its peer was lost first or merely followed.
 
     Args:
-        store: reaches all islands.
+        store: reachable from all islands.
         name: the lane's name.
         island: this island's number.
         patience: seconds that an island which timed out waits for another's note. All time out at about the same
             moment: as far apart as they began.
-        keeper: the island that keeps the store; None: none of them does.
+        keeper: the island that hosts the store; None: none of them does.
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class LossNotes:
         self._keeper = keeper
 
     def find_first(self, peer: int, timed_out: bool) -> int:
-        """Notes that `peer` is gone, or late, and returns the island with which it began.
+        """Notes that `peer` is gone or late, and returns the island that was lost first.
 
         Args:
-            peer: whom this island found missing.
-            timed_out: nothing was closed: `peer` may be about to find out the same and leave its note.
+            peer: the island that this one found missing.
+            timed_out: no connection was closed: `peer` may be about to time out as well and leave its note.
         """
         patience = self._patience if timed_out else 0.0
         suspect, asked = peer, {self._island}
@@ -165,11 +165,11 @@ class LossNotes:
                 if note is None:
                     return suspect
                 suspect = note
-        except (StoreError, ValueError):  # the store is gone, or somebody else writes there
+        except (StoreError, ValueError):  # the store is gone, or an outsider writes there
             return peer if self._keeper is None else self._keeper
-        except TimeoutError:  # it is slow; or its keeper stands still, which breaks no connection
+        except TimeoutError:  # the store is slow, or its host hangs, which breaks no connection
             return self._keeper if timed_out and self._keeper is not None else peer
-        return peer  # they blame each other: it is the link that is gone
+        return peer  # islands that blame each other: their link is broken
 
     def _read(self, island: int, patience: float) -> int | None:
         note = self._store.wait([self._key(island)], patience).get(self._key(island))
