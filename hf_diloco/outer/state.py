@@ -23,7 +23,7 @@ from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition, runs_of, to_model_intervals
 from hf_diloco.methods.outer import Groups, find_method
-from hf_diloco.methods.outer.base import Buffers, chunks
+from hf_diloco.methods.outer.base import Buffers, buffer_like, chunks
 from hf_diloco.outer.fragment import EagerFragment, Fragment, ScratchPool
 from hf_diloco.outer.schedule import steps_before
 
@@ -194,8 +194,10 @@ class OuterState:
         for fragment in self.fragments:
             masters, squares = fragment.read_masters(), [0.0] * len(dtypes)
             for where in chunks(fragment.partition.numel):
+                outer, own = fragment.method.parameters[where], masters[where]
+                delta = buffer_like(own)  # fresh memory, and numbers of two kinds in one sum, take twice as long
                 for number, dtype in enumerate(dtypes):
-                    delta = fragment.method.parameters[where] - masters[where].to(dtype)
+                    torch.sub(outer, delta.copy_(own.to(dtype)), out=delta)
                     squares[number] += float(delta.dot(delta))
             self.rest(fragment)
             found.append([math.sqrt(square) for square in self.island.sum(squares)])
