@@ -146,7 +146,7 @@ def _exchange_parts(tensor: DTensor) -> None:
 
 
 def _first_element(parameter: DTensor) -> int:
-    """Index of this rank's first element in the flattened parameter."""
+    """Returns the index of this rank's first element in the flattened parameter."""
     mesh, placements = parameter.device_mesh, parameter.placements
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     return int(offset[0]) * math.prod(parameter.shape[1:])

@@ -38,7 +38,7 @@ class OfferRecord(Record):
             direct exchange, the range that the rank owns; empty if membership is fixed.
         links: names the direct connections that this island holds.
         rates: the inner learning rate of each parameter group at its last step, if the method uses them.
-        heartbeat: count of the island's last heartbeat before it: a later one tells whether the island still waits.
+        heartbeat: count of the island's last heartbeat before the offer: a later one tells whether it still waits.
         is_last: the island has taken all its steps and, in an eager run, contributes its parameters as well.
     """
 
@@ -103,7 +103,7 @@ class OutcomeRecord(Record):
         unusable: path of the offer whose objects were unusable, if aborted for that.
         reason: of an abort.
         is_split: aborted because the voters hold different averages, so that no island can have committed it.
-        lost: missing islands, if membership is fixed.
+        lost: islands without which the round cannot take place, if membership is fixed.
     """
 
     by: Number
@@ -303,7 +303,7 @@ class Snapshot:
 
 
 def assemble(folder: str, parts: Sequence[SnapshotRecord | None]) -> Snapshot | None:
-    """Assembles the parts in a folder to a snapshot; returns None if it is incomplete.
+    """Assembles the parts in a folder into a snapshot; returns None if it is incomplete.
 
     Args:
         parts: in the order of their paths; None for an invalid record, which is ignored.

@@ -286,7 +286,7 @@ def complete_checkpoints(output_dir: Path) -> list[tuple[Path, OuterIndex]]:
 
 
 def find_complete(folder: Path) -> list[Path]:
-    """The folders of `complete_checkpoints`."""
+    """Returns the folders of `complete_checkpoints`."""
     return [path for path, _ in complete_checkpoints(folder)]
 
 

@@ -86,7 +86,7 @@ class OuterState:
     # The inner steps
 
     def count_step(self, weight: float = 0.0) -> bool:
-        """Counts one inner step with `weight` examples or tokens behind it; returns whether a round is due."""
+        """Counts one inner step with `weight` examples or tokens; returns whether a round is due."""
         self.add_weight(weight)
         self.num_steps += 1
         for fragment in self.fragments:
