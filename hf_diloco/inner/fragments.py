@@ -39,7 +39,7 @@ def cut_into_fragments(
         sizes: element count of each trainable parameter by name, in the model's order.
         num_fragments: P; with 1 the whole model is one fragment, whatever its structure.
         order: "strided", as in the paper: block l belongs to fragment l mod P; or "sequential": runs of successive
-            blocks with about as many elements each. Blocks of several stacks (encoder, decoder) are numbered through.
+            blocks with about as many elements each. Blocks of several stacks (encoder, decoder) share one numbering.
         patterns: regular expressions, one per fragment, used instead of blocks and order: a parameter belongs to the
             first pattern that `re.search` finds in its name.
 

@@ -225,7 +225,7 @@ def find_fault(
     Args:
         offers: the offers that the plan names, in its order; None for one that is gone or cannot be read.
         state: digest of this island's outer parameters before the round.
-        min_islands: a plan that starts from another state needs at least so many islands.
+        min_islands: a plan that starts from another state than `state` needs at least this many islands.
     """
     wrong = f"the plan that island {plan.by} wrote ({folder}) "
     for participant, offer in zip(plan.participants, offers, strict=True):

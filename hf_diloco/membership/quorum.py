@@ -241,10 +241,14 @@ class Quorum:
         self._log.place(offer_path(attempt, offer), offer)
 
     def with_offers(self, attempt: Attempt, state: Digest) -> Attempt | None:
-        """Returns an attempt with the offers of its plan; `state`: this island's state before the round.
+        """Checks the plan of an attempt, and reads its offers.
+
+        Args:
+            state: digest of this island's outer parameters before the round.
 
         Returns:
-            None if the plan or one of its offers is invalid, so that the attempt is now aborted: look again.
+            The attempt with its offers. None if the plan or one of its offers is invalid, so that the attempt is now
+            aborted: look again.
 
         Raises:
             PayloadError: the plan or an offer is invalid, but the round is committed.

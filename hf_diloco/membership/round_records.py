@@ -116,8 +116,7 @@ class OutcomeRecord(Record):
 
 
 class VoteRecord(Record):
-    """An island's vote for an average, or its abstention. Also records that it lacks a committed average
-    (`missing_path`).
+    """An island's vote for an average, or its abstention; at `missing_path`, that it lacks a committed average.
 
     Attributes:
         mean: digest of the average; "" for an abstention.

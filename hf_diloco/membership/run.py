@@ -52,7 +52,11 @@ def enter_run(
     fingerprint: Facts,
     clock: Clock,
 ) -> tuple[RunRecord, bool]:
-    """Finds the run in the store, or begins one. `seal`: this island's, of any run.
+    """Finds the run in the store, or begins one.
+
+    Args:
+        seal: this island's, of any run.
+        parent, num_rounds, fingerprint: see `RunRecord`.
 
     Returns:
         The run's record, and whether this island began the run.

@@ -41,14 +41,15 @@ _MAX_OUTVOTED = 2
 
 
 def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | None:
-    """Returns the digest held by more than half of the islands that have not abstained.
+    """Counts the votes.
 
     Args:
         participants: islands with a vote.
         votes: the digest that each voter holds; "" for an abstention.
 
     Returns:
-        "" if no digest can win any more; None if one may still win.
+        The digest held by more than half of the islands that have not abstained; "" if no digest can win any more;
+        None if one may still win.
     """
     counts = Counter(votes[island] for island in participants if votes.get(island))
     num_voters = sum(votes.get(island) != ABSTENTION for island in participants)

@@ -72,7 +72,7 @@ class Pace:
         return left > 0
 
     def postpone(self) -> None:
-        """Postpones the next round to when the round after it would have been due."""
+        """Postpones the next round to the time when the one after it would have been due."""
         self.outer.set_due_in(max(1, self.config.sync_every // self.config.num_fragments))
 
     def others_convene(self) -> bool:
