@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_diloco.errors import CheckpointError
+from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.outer.checkpoint import OuterIndex, complete_checkpoints, load_outer, read_index
 
 CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
@@ -34,15 +34,16 @@ def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
     """Returns the checkpoint at `path`, or the newest complete one in the folder of an island, or of a run's island 0.
 
     Raises:
-        CheckpointError: there is none.
+        ConfigError: there is none.
+        CheckpointError: its outer state is missing or damaged.
     """
     if not path.is_dir():
-        raise CheckpointError(f"there is no folder {path}: give a checkpoint-N, or the folder of an island or a run")
+        raise ConfigError(f"there is no folder {path}: give a checkpoint-N, or the folder of an island or a run")
     if (path / "diloco").is_dir() or path.name.startswith("checkpoint-"):
         return path, read_index(path)
     found = complete_checkpoints(path) or complete_checkpoints(path / "island-0")
     if not found:
-        raise CheckpointError(
+        raise ConfigError(
             f"{path} holds no whole checkpoint with outer state: name checkpoint-N, or the folder of an island"
         )
     return found[-1]
@@ -80,10 +81,11 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
         like: a folder with the model's configuration and tokenizer, if the checkpoint has none.
 
     Raises:
+        ConfigError: `folder` exists, or there is no configuration.
         CheckpointError: the export is impossible; the message says what is missing.
     """
     if folder.exists():
-        raise CheckpointError(f"{folder} exists already: name another folder, or remove it")
+        raise ConfigError(f"{folder} exists already: name another folder, or remove it")
     parameters = outer_parameters(checkpoint, index)
     source = like or checkpoint
     adapter, settings = _find_adapter(source, parameters)
@@ -95,7 +97,7 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
     elif (source / CONFIG).is_file():
         _save_model(source, checkpoint, parameters, folder)
     else:
-        raise CheckpointError(
+        raise ConfigError(
             f"{'--like ' if like else ''}{source} has no {CONFIG}: give a folder that has the model's by --like, such "
             "as the one that training began from"
         )

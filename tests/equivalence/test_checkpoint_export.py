@@ -53,5 +53,5 @@ def test_the_exported_model_is_the_outer_parameters(tmp_path: Path, kind: str) -
     assert all(found[name].dtype == torch.float32 and torch.equal(found[name], final[name]) for name in final)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer("A word")["input_ids"] == AutoTokenizer.from_pretrained(folder / "model")("A word")["input_ids"]
-    again = run([*CHECKPOINT, "export", folder, tmp_path / "model"], expect=1)
+    again = run([*CHECKPOINT, "export", folder, tmp_path / "model"], expect=2)
     assert "exists already: name another folder, or remove it" in again.output

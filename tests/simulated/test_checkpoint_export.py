@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from hf_diloco import DiLoCoCallback
 from hf_diloco.cli.main import app
 from hf_diloco.config.base import ENV_FOLDER
-from hf_diloco.errors import CheckpointError
+from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.inner.base import PlainShards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import OuterPart, read_index, save_outer
@@ -61,15 +61,15 @@ def test_tied_weights_of_the_newest_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert str(tmp_path) not in card.content
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(torch.cat([one.detach().reshape(-1) for one in model.parameters()]), weights_of(trainer))
-    with pytest.raises(CheckpointError, match="exists already: name another folder"):
+    with pytest.raises(ConfigError, match="exists already: name another folder"):
         export(*find_checkpoint(tmp_path / "run"), tmp_path / "model")
     (tmp_path / "run" / "checkpoint-6" / "config.json").unlink()
     found = find_checkpoint(tmp_path / "run")[0]
     assert found.name == "checkpoint-4"  # 6 is not whole any more
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint with outer state: name checkpoint-N"):
+    with pytest.raises(ConfigError, match=r"no whole checkpoint with outer state: name checkpoint-N"):
         find_checkpoint(tmp_path)
     for absent in ("runs/absent", "run/checkpoint-5"):
-        with pytest.raises(CheckpointError, match=f"there is no folder .*{absent}"):
+        with pytest.raises(ConfigError, match=f"there is no folder .*{absent}"):
             find_checkpoint(tmp_path / absent)
 
 

@@ -104,6 +104,7 @@ def test_the_schema_takes_what_run_files_may_say() -> None:
         (["launch", "{run}", "diloco.sync_evry=3"], "sync_every"),
         (["report", "no/such/run"], "no/such/run"),
         (["report", "{folder}", "page.html"], "--html"),
+        (["checkpoint", "inspect", "{folder}"], "holds no whole checkpoint"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
