@@ -441,14 +441,19 @@ def test_stability_of_a_topology_of_an_unknown_kind() -> None:
         pass
 
     class Other(Topology):
-        name, num_nodes, period, is_symmetric, rho = "other", 2, None, True, 0.5
+        name, num_nodes, is_symmetric, rho = "other", 8, False, 0.5
+
+        def __init__(self, period: int | None) -> None:
+            self.period = period
 
         def weights(self, step: int = 0) -> Weights:
-            return np.full((2, 2), 0.5)
+            return like.weights(step)
 
+    like = make_topology("one-peer-exponential", 8)
     assert growth(Drawn(4), 0.5) < 1
-    with pytest.raises(TypeError, match="<other of 2 nodes>"):
-        growth(Other(), 0.5)
+    assert growth(Other(like.period), 0.5) == growth(like, 0.5)
+    with pytest.raises(ConfigError, match=r"other: its weights are drawn.*give it a period"):
+        check_decentlam(Other(None), 0.5)
 
 
 # The package and the command

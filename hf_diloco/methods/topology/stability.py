@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.methods.topology.base import PeriodicTopology, Topology
+from hf_diloco.methods.topology.base import Topology
 from hf_diloco.methods.topology.matching import RandomMatching
 
 Matrices = NDArray[np.inexact[Any]]
@@ -49,6 +49,9 @@ def growth(topology: Topology, beta: float, omega: float = 0.0) -> float:
         topology: weights with a period, or random matchings, for which the result is the root mean square factor.
         beta: the momentum, from 0 to below 1.
         omega: the share of the momentum that is averaged; 0: DecentLaM.
+
+    Raises:
+        ConfigError: the weights are drawn, and are no random matchings.
     """
     return _growth(topology, omega)(beta)
 
@@ -129,9 +132,12 @@ def _growth(topology: Topology, omega: float) -> Callable[[float], float]:
     """Returns `growth` as a function of the momentum; computes the parts that do not depend on it once."""
     if isinstance(topology, RandomMatching):
         return lambda beta: math.sqrt(_spectral_radius(_second_moments(topology.rho**2, beta, omega)))
-    if not isinstance(topology, PeriodicTopology):
-        raise TypeError(f"{topology!r}: neither weights with a period nor random matchings")
-    modes = _modes(topology)
+    if topology.period is None:
+        raise ConfigError(
+            f"{topology.name}: its weights are drawn, and the momentum that is stable with such weights is known of "
+            "random matchings alone; give it a period, or take QG-DmSGD, which has no such limit"
+        )
+    modes = _modes(np.stack([topology.weights(step) for step in range(topology.period)]))
 
     def grow(beta: float) -> float:
         product = _companion(modes[0], beta, omega)
@@ -142,21 +148,21 @@ def _growth(topology: Topology, omega: float) -> Callable[[float], float]:
     return grow
 
 
-def _modes(topology: PeriodicTopology) -> Matrices:
+def _modes(weights: Matrices) -> Matrices:
     """Returns the weights of each step as independent blocks: [period, num_blocks, size, size].
 
     They are those of W - 11ᵀ/n, which has the eigenvalues of W with 0 instead of the 1 of the average; 0 is never the
     least stable. Circulant matrices, such as those of exponential graphs, share the Fourier modes, so they are n
     blocks of one number. A single matrix is n blocks, too, by its eigenvectors. All others are one block of n x n.
     """
-    first_rows = topology.matrices[:, 0]
-    nodes = np.arange(topology.num_nodes)
-    if np.array_equal(topology.matrices, first_rows[:, (nodes - nodes[:, None]) % topology.num_nodes]):
+    period, num_nodes, _ = weights.shape
+    first_rows, nodes = weights[:, 0], np.arange(num_nodes)
+    if np.array_equal(weights, first_rows[:, (nodes - nodes[:, None]) % num_nodes]):
         eigenvalues = np.fft.fft(first_rows)
         eigenvalues[:, 0] = 0  # the average
         return eigenvalues[:, :, None, None]
-    differences = topology.matrices - 1 / topology.num_nodes
-    return np.linalg.eigvals(differences)[:, :, None, None] if topology.is_static else differences[:, None]
+    differences = weights - 1 / num_nodes
+    return np.linalg.eigvals(differences)[:, :, None, None] if period == 1 else differences[:, None]
 
 
 def _companion(matrices: Matrices, beta: float, omega: float) -> Matrices:
