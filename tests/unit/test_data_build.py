@@ -218,6 +218,12 @@ class TestFiles:
         with pytest.raises(ConfigError, match=r"one format .* got \.pdf"):
             open_files(["a.pdf"])
 
+    def test_compressions_are_named_and_parquet_has_its_own(self) -> None:
+        with pytest.raises(ConfigError, match=r"also compressed \(\.gz, \.zst, \.xz, \.bz2\)"):
+            open_files(["a.pdf"])
+        with pytest.raises(ConfigError, match=r"b\.parquet\.xz: .* unpack the file"):
+            open_files(["a.parquet", "b.parquet.xz"])
+
     def test_broken_file(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl.gz").write_bytes(b"not compressed")
         with pytest.raises(ConfigError, match=r"cannot read .*a\.jsonl\.gz"):

@@ -37,7 +37,7 @@ class DataBlock(Block):
         description="sources hub and c4: the split to evaluate on (c4: validation); null: a held-out part of split",
     )
     files: list[str] = Field(
-        [], description="source files: globs of .json, .jsonl, .csv, .txt or .parquet files, also compressed"
+        [], description="source files: globs of .parquet files, or .json, .jsonl, .csv or .txt, also compressed"
     )
     eval_files: list[str] = Field([], description="globs of files to evaluate on; empty: a held-out part of the data")
     text_column: str = Field("text", description="sources c4, hub and files: the column that holds the text")
@@ -86,7 +86,7 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".txt": ("text", {"sample_by": "paragraph"}),  # documents are separated by blank lines
 }
-_COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 
 def open_documents(data: DataBlock, files: Sequence[str] | None = None) -> Documents:
@@ -114,7 +114,7 @@ def open_evaluation(data: DataBlock) -> list[Documents]:
 
 
 def open_files(files: Sequence[str], text_column: str = "text", streaming: bool = False) -> Documents:
-    """Files of one format (.csv, .json, .jsonl, .parquet or .txt, also compressed) as one dataset.
+    """Files of one format (.parquet, or .csv, .json, .jsonl or .txt, also compressed) as one dataset.
 
     Raises:
         ConfigError: for an unknown or mixed format, an unreadable file, or a missing column.
@@ -122,9 +122,14 @@ def open_files(files: Sequence[str], text_column: str = "text", streaming: bool 
     formats = {_format(file) for file in files}
     if len(formats) != 1 or not formats <= _READERS.keys():
         raise ConfigError(
-            f"data.files: one format of {', '.join(_READERS)} (also .gz) is needed, got {', '.join(sorted(formats))}"
+            f"data.files: one format of {', '.join(_READERS)} is needed, also compressed ({', '.join(_COMPRESSED)}), "
+            f"got {', '.join(sorted(formats))}"
         )
     reader, options = _READERS[formats.pop()]
+    if reader == "parquet" and (packed := [file for file in files if file.endswith(_COMPRESSED)]):
+        raise ConfigError(
+            f"data.files: {packed[0]}: .parquet is compressed inside, and read as it is: unpack the file"
+        )
     if reader == "csv":
         return _open_csv(files, text_column, streaming)
     return _load_files(reader, files, text_column, streaming, **options)
