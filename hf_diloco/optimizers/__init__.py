@@ -69,8 +69,7 @@ class OptimizerBlock(Block):
         for low, high in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low}={getattr(self, low)} is above {high}={getattr(self, high)}")
-        given = [name for name in self.model_fields_set - {"name"} if name not in _SETTINGS[self.name]]
-        for name in sorted(given):
+        for name in sorted({*self.changed()} - {"name", *_SETTINGS[self.name]}):
             owners = [owner for owner, settings in _SETTINGS.items() if name in settings]
             raise ValueError(f"{name}: only {' and '.join(owners)} has it, but name is {self.name}; leave it out")
         return self

@@ -29,6 +29,10 @@ class Block(BaseModel):
             raise ValueError(f"input should be a number, got {value}")
         return value
 
+    def changed(self) -> list[str]:
+        """The settings with other values than their defaults; `run.json` has all, and may stand for the run file."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
+
 
 @contextmanager
 def refusing(what: str, errors: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:

@@ -12,6 +12,7 @@ import pytest
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.load import kind_of, parse_command_line, read_run_file
 from hf_diloco.apps.common.process import write_run_json
+from hf_diloco.apps.common.shipped import shipped_names
 from hf_diloco.apps.lm.runfile import RunFile, load_run_file
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
@@ -57,8 +58,9 @@ def test_c4_streams_its_english_part_and_evaluates_on_its_validation_split(tmp_p
     assert not load(tmp_path, MINIMAL, "data.source=c4", "data.streaming=false").data.streaming
 
 
-@pytest.mark.parametrize(("kind", "name"), [(RunFile, "quickstart"), (VisionRun, "vision/quickstart")])
-def test_what_a_run_has_recorded_is_a_run_file(tmp_path: Path, kind: type[BaseRun], name: str) -> None:
+@pytest.mark.parametrize("name", shipped_names())
+def test_what_a_run_has_recorded_is_a_run_file(tmp_path: Path, name: str) -> None:
+    kind = kind_of(name)
     run = read_run_file(kind, name, [f"output={tmp_path}"])
     write_run_json(run)
     recorded = run.folder / "run.json"

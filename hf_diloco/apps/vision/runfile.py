@@ -127,14 +127,14 @@ class ImageDataBlock(Block):
 
     @model_validator(mode="after")
     def _check(self) -> ImageDataBlock:
+        changed = self.changed()
         for key, sources in _USES.items():
-            default = type(self).model_fields[key].default
-            if getattr(self, key) != default and self.source not in sources:
+            if key in changed and self.source not in sources:
                 raise ValueError(f"{key} belongs to source {' or '.join(sources)}, but source is {self.source}")
         if self.source != "digits" and not self.path:
             what = "the id of a dataset" if self.source == "hub" else "a folder"
             raise ValueError(f"path is missing: source {self.source} needs {what}")
-        if "dirichlet_alpha" in self.model_fields_set and self.shares != "dirichlet":
+        if "dirichlet_alpha" in changed and self.shares != "dirichlet":
             raise ValueError(f"dirichlet_alpha belongs to shares dirichlet, but shares is {self.shares}")
         if len(set(self.label_names)) != len(self.label_names):
             raise ValueError(f"label_names: every class needs a name of its own, got {self.label_names}")
