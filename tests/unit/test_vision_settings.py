@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from pydantic import ValidationError
 
 from hf_diloco.apps.vision.runfile import AugmentBlock, ImageDataBlock, ImageModelBlock, NormalizeBlock
+from hf_diloco.apps.vision.train import what_was_evaluated
+from hf_diloco.gossip.config import GossipConfig
 from tests.processes import run
 
 
@@ -63,6 +65,17 @@ def test_wrong_data(values: dict[str, Any], message: str) -> None:
 def test_wrong_model(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ImageModelBlock(**values)
+
+
+def test_what_was_evaluated_is_said_of_the_nodes_that_are_left() -> None:
+    def said(eval_weights: Literal["average", "local"], weights: str, *nodes: int) -> str:
+        config = GossipConfig(num_nodes=3, node=1, rendezvous="tcp://127.0.0.1:1", eval_weights=eval_weights)
+        return what_was_evaluated(config, weights, nodes)
+
+    assert said("average", "outer", 0, 1, 2) == "the mean of 3 nodes"
+    assert said("average", "inner", 0, 1, 2) == "node 1"
+    assert said("local", "inner", 0, 1) == "each of 2 nodes by itself, on average"
+    assert said("local", "inner", 1) == said("average", "outer", 1) == "node 1"
 
 
 def test_settings_survive_a_round_trip() -> None:

@@ -108,14 +108,18 @@ def _finish(node: VisionNode, progress: Progress) -> None:
     more = {"eval_accuracy": accuracy, "eval_weights": weights}
     record_end(run, evaluation, more, describe_training(run), progress)
     if node.speaks:
-        nodes = node.callback.nodes_in_mean
-        what = f"the mean of {len(nodes)} nodes" if weights == "outer" and nodes[1:] else f"node {config.node}"
-        if config.eval_weights == "local" and config.num_nodes > 1:
-            what = "each node by itself, on average"
+        what = what_was_evaluated(config, weights, node.callback.nodes_in_mean)
         say(f"{what}: accuracy {accuracy:.2%}, loss {loss:.4f}")
         if config.node == 0:
             say(f"model: {run.folder / MODEL_FOLDER}")
     progress.update(state="done", message="")
+
+
+def what_was_evaluated(config: GossipConfig, weights: str, nodes: Sequence[int]) -> str:
+    """In words; `nodes` are those that could be averaged over at the end."""
+    if nodes[1:] and config.eval_weights == "local":
+        return f"each of {len(nodes)} nodes by itself, on average"
+    return f"the mean of {len(nodes)} nodes" if nodes[1:] and weights == "outer" else f"node {config.node}"
 
 
 def _print_plan(node: VisionNode) -> None:
