@@ -76,7 +76,7 @@ def test_a_held_out_part_that_is_empty_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("split", "num_eval"), [("validation", 6), ("test", 6), (None, 3)])
-def test_folder(tmp_path: Path, split: str | None, num_eval: int) -> None:
+def test_folder(tmp_path: Path, split: str | None, num_eval: int, caplog: pytest.LogCaptureFixture) -> None:
     write_folder(tmp_path, {"train": 10, **({split: 2} if split else {})})
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no picture")
     (tmp_path / "train" / "cat" / "._0.png").write_text("another program's")
@@ -84,6 +84,7 @@ def test_folder(tmp_path: Path, split: str | None, num_eval: int) -> None:
         (tmp_path / "train" / place).mkdir()
         picture(0).save(tmp_path / "train" / place / "0-checkpoint.png")
     source = open_source(ImageDataBlock(source="folder", path=str(tmp_path)))
+    assert "train holds 1 file of .txt, which Pillow does not read here and training leaves out" in caplog.text
     assert source.label_names == CLASSES
     assert len(source.train.labels) == 30 - (0 if split else 3)
     assert len(source.evaluation.labels) == num_eval
@@ -114,8 +115,13 @@ def test_wrong_folders(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has the classes \['cat'\]; at least two are needed"):
         open_it()
     (tmp_path / "train" / "dog").mkdir()
-    (tmp_path / "train" / "dog" / "0.txt").touch()
     with pytest.raises(ConfigError, match=r"dog holds no pictures, and every folder there is a class"):
+        open_it()
+    for name in ("0.HEIC", "1.heic", "notes"):
+        (tmp_path / "train" / "dog" / name).touch()
+    with pytest.raises(
+        ConfigError, match=r"dog holds 2 files of \.heic, 1 file without ending and no picture.*convert"
+    ):
         open_it()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import math
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,9 +19,12 @@ from hf_diloco.apps.common.hub import loading
 from hf_diloco.apps.vision.images import ArrayPictures, DatasetPictures, IntArray, Pictures, UInt8Array
 from hf_diloco.apps.vision.runfile import ImageDataBlock
 from hf_diloco.errors import ConfigError
+from hf_diloco.utils.text import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger("hf_diloco")
 
 SPLIT_SEED = 0  # not the run's: runs of several seeds are evaluated on the same examples
 _ELSEWHERE = "; where the Hub cannot be reached, download the dataset and give its folder as data.path"
@@ -168,18 +173,39 @@ def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
     known = registered_extensions()
     files: list[str] = []
     labels: list[int] = []
+    left_out: Counter[str] = Counter()
     for entry in _class_folders(folder):
         if entry.name not in names:
             raise ConfigError(f"data.path: {entry} is a class that {folder.parent}/train does not have; remove it")
-        visible = (file for file in entry.rglob("*") if not _is_hidden(file.relative_to(entry)))
-        found = sorted(str(file) for file in visible if file.suffix.lower() in known and file.is_file())
+        visible = [file for file in entry.rglob("*") if not _is_hidden(file.relative_to(entry)) and file.is_file()]
+        found = sorted(str(file) for file in visible if file.suffix.lower() in known)
+        others = Counter(file.suffix.lower() for file in visible if file.suffix.lower() not in known)
+        if others and not found:
+            raise ConfigError(
+                f"data.path: {entry} holds {_by_ending(others)} and no picture that Pillow reads here: convert them, "
+                "as to .png, or remove the folder"
+            )
         files += found
+        left_out += others
         labels += [names.index(entry.name)] * len(found)
     if not files:
         raise ConfigError(f"data.path: {folder} holds no pictures; source folder needs {folder}/CLASS/*.png")
+    if left_out:
+        logger.warning(
+            "%s holds %s, which Pillow does not read here and training leaves out: convert pictures, as to .png",
+            folder,
+            _by_ending(left_out),
+        )
     dataset = Dataset.from_dict({"image": files}, features=Features({"image": Value("string")}))
     images = dataset.cast_column("image", Image())
     return DatasetPictures(images, np.array(labels, dtype=np.int64), str(folder), np.arange(len(labels)))
+
+
+def _by_ending(files: Counter[str]) -> str:
+    counts = (
+        f"{counted(number, 'file')} {f'of {end}' if end else 'without ending'}" for end, number in files.most_common()
+    )
+    return ", ".join(counts)
 
 
 def _load_dataset(data: ImageDataBlock, split: str) -> Dataset:
