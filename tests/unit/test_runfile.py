@@ -186,6 +186,12 @@ WRONG = {
     "files without files": (MINIMAL, ["data.source=files"], "files is missing"),
     "hub without path": (MINIMAL, ["data.source=hub"], "path is missing"),
     "ignored setting": (MINIMAL, ["data.path=org/name"], "path belongs to source hub, but source is embedded"),
+    "ignored split": (MINIMAL, ["data.split=test"], "split belongs to source hub or c4, but source is embedded"),
+    "ignored eval_split": (
+        MINIMAL,
+        ["data={source: hub, path: a/b, eval_split: test, eval_files: [run.yaml]}"],
+        "eval_split has no effect beside eval_files",
+    ),
     "column of embedded": (MINIMAL, ["data.text_column=body"], "no columns"),
     "seed of a stream": (
         MINIMAL,

@@ -34,6 +34,10 @@ def test_import_is_cheap() -> None:
         ({"dirichlet_alpha": 0.1}, "dirichlet_alpha belongs to shares dirichlet, but shares is iid"),
         ({"shares": "dirichlet", "dirichlet_alpha": 0}, "greater than 0"),
         ({"held_out": 1.0}, "less than 1"),
+        (
+            {"source": "hub", "path": "x", "eval_split": "test", "held_out": 0.2},
+            "held_out has no effect beside eval_split",
+        ),
         ({"image_size": 0}, "greater than or equal to 1"),
         ({"augment": {"random_crop": -1}}, "greater than or equal to 0"),
         ({"augment": {"random_resized_crop": {"scale": [0.5, 0.1]}}}, "the smallest must come first"),

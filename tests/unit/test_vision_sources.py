@@ -85,6 +85,9 @@ def test_folder(tmp_path: Path, split: str | None, num_eval: int, caplog: pytest
         picture(0).save(tmp_path / "train" / place / "0-checkpoint.png")
     source = open_source(ImageDataBlock(source="folder", path=str(tmp_path)))
     assert "train holds 1 file of .txt, which Pillow does not read here and training leaves out" in caplog.text
+    if split:
+        with pytest.raises(ConfigError, match=r"held_out=0\.2 has no effect, as .* has a split to evaluate on"):
+            open_source(ImageDataBlock(source="folder", path=str(tmp_path), held_out=0.2))
     assert source.label_names == CLASSES
     assert len(source.train.labels) == 30 - (0 if split else 3)
     assert len(source.evaluation.labels) == num_eval

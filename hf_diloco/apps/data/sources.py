@@ -59,14 +59,17 @@ class DataBlock(Block):
 
     @model_validator(mode="after")
     def _check(self) -> DataBlock:
-        uses = {"path": ("hub",), "name": ("hub", "c4"), "eval_split": ("hub", "c4"), "files": ("files",)}
+        uses = {"path": ("hub",), "files": ("files",), **dict.fromkeys(("name", "split", "eval_split"), ("hub", "c4"))}
+        changed = self.changed()
         for key, sources in uses.items():
-            if getattr(self, key) and self.source not in sources:
+            if key in changed and self.source not in sources:
                 raise ValueError(f"{key} belongs to source {' or '.join(sources)}, but source is {self.source}")
         if self.source == "embedded" and self.text_column != "text":
             raise ValueError(f"text_column: the embedded text has no columns; leave out {self.text_column!r}")
         if self.source == "hub" and not self.path:
             raise ValueError("path is missing: source hub needs the id of a dataset, as in path: allenai/c4")
+        if self.source == "hub" and self.eval_split and self.eval_files:
+            raise ValueError("eval_split has no effect beside eval_files: leave one of them out")
         if self.source == "files" and not self.files:
             raise ValueError("files is missing: source files needs globs, as in files: [corpus/*.jsonl.gz]")
         if self.source == "embedded" and self.streaming:

@@ -134,6 +134,8 @@ class ImageDataBlock(Block):
         if self.source != "digits" and not self.path:
             what = "the id of a dataset" if self.source == "hub" else "a folder"
             raise ValueError(f"path is missing: source {self.source} needs {what}")
+        if "held_out" in changed and self.eval_split is not None:
+            raise ValueError("held_out has no effect beside eval_split: leave one of them out")
         if "dirichlet_alpha" in changed and self.shares != "dirichlet":
             raise ValueError(f"dirichlet_alpha belongs to shares dirichlet, but shares is {self.shares}")
         if len(set(self.label_names)) != len(self.label_names):

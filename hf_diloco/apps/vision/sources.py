@@ -58,6 +58,10 @@ def open_source(data: ImageDataBlock) -> Source:
         ConfigError: when it cannot be read, has fewer than two classes, or too few examples to divide.
     """
     train, evaluation, names = _open(data)
+    if evaluation is not None and "held_out" in data.changed():
+        raise ConfigError(
+            f"data.held_out={data.held_out} has no effect, as {data.path} has a split to evaluate on: leave it out"
+        )
     if evaluation is None:
         train, evaluation = _hold_out(train, data.held_out)
     if len(names) < 2:
