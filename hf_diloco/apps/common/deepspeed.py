@@ -84,10 +84,9 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     zero = {key: value for key, value in zero.items() if value is not None or key not in _OFFLOADS}
     config = {**config, "zero_optimization": zero}
     refuse_out_of_reach(config, run.meeting.enabled)
-    is_muon = str(optimizer.get("type")).lower() == "muon"
     if zero.get("stage") == 3:
         zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
-        if is_muon:
+        if str(optimizer.get("type")).lower() == "muon":
             zero = {"reduce_scatter": False, **zero}
             if zero["reduce_scatter"]:
                 raise ConfigError(
@@ -96,8 +95,6 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
                 )
         config = {**config, "zero_optimization": zero}
     from_training = dict.fromkeys(_OF_TRAINING, "auto")  # transformers fills it in, into a copy
-    if is_muon:  # DeepSpeed would clip what Muon has made of the gradients
-        del from_training["gradient_clipping"]
     given = {name: value for name, value in config.items() if value is not None or name not in _OF_TRAINING}
     own: dict[str, Any] = json.loads(json.dumps({**from_training, **given}))
     return own
