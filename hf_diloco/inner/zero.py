@@ -259,8 +259,8 @@ def _check_muon(optimizer: Any) -> None:
     if inner == "MuonWithAuxAdam" and clip:
         logger.warning(
             "gradient_clipping=%g: DeepSpeed clips what Muon has made of the gradients, whose norm is large however "
-            "small they are, so every step shrinks: set max_grad_norm to 0, and gradient_clipping, which is 1 where it is "
-            'left out, to "auto" or 0',
+            "small they are, so every step shrinks: set max_grad_norm to 0, and gradient_clipping (1 where it is left "
+            'out) to "auto" or 0',
             clip,
         )
 

@@ -29,7 +29,7 @@ WRONG = {
     "training.torch_compile_backend=''": "training.torch_compile_backend: '' is not a valid DynamoBackend",
     "training.metric_for_best_model=''": "training.metric_for_best_model: no evaluation has ''; set it to one of loss",
     "training.eval_use_gather_object=true": "training: eval_use_gather_object cannot be set here: evaluations gather",
-    "training.ddp_bucket_cap_mb=0": "training.ddp_bucket_cap_mb: input should be greater than 0, got 0",
+    "training.ddp_bucket_cap_mb=8": "training.ddp_bucket_cap_mb has no effect, as deepspeed takes the place of DDP",
     "training.log_level_replica=loud": "training.log_level_replica: 'loud' is not one of passive, ",
     "training.lr_scheduler_kwargs={a: 1}": "lr_scheduler_type=cosine, lr_scheduler_kwargs={'a': 1}: .*argument 'a'",
     "training.lr_scheduler_kwargs=x": "training.lr_scheduler_kwargs: expected a block of `key: value` lines, got 'x'",

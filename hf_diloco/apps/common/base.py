@@ -73,6 +73,9 @@ _SWITCHED_BY = {
 }
 """Settings of the Trainer that are nothing without another one, or its older name. That may be off, if it is there."""
 
+_OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+"""Settings of the Trainer that it hands to DDP alone."""
+
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
 
 MODELS = ("preset", "path", "config")
@@ -247,6 +250,10 @@ class BaseRun(Block):
             raise ValueError("deepspeed and fsdp both say how an island shards its model: set one of them to null")
         if self.fsdp is not None and self.fsdp.cpu_offload and self.launch.use_cpu:
             raise ValueError(OFFLOAD_ON_CPU)
+        sharding = "deepspeed" if self.deepspeed is not None else "fsdp" if self.fsdp is not None else ""
+        for name in _OF_DDP if sharding else ():
+            if self.training.get(name) is not None:
+                raise ValueError(f"training.{name} has no effect, as {sharding} takes the place of DDP: leave it out")
         return self
 
     @property
