@@ -28,11 +28,16 @@ class HubServer:
     def app(self) -> web.Application:
         """The application, to be served."""
         app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/api/whoami-v2", self._whoami)
         app.router.add_post("/api/repos/create", self._create)
         app.router.add_post("/api/validate-yaml", self._validate)
         app.router.add_post("/api/models/{owner}/{name}/preupload/{branch}", self._prepare)
         app.router.add_post("/api/models/{owner}/{name}/commit/{branch}", self._commit)
         return app
+
+    async def _whoami(self, request: web.Request) -> web.Response:
+        is_known = request.headers["Authorization"] == "Bearer hf_test"
+        return web.json_response({"name": "somebody"}, status=200 if is_known else 401)
 
     async def _create(self, request: web.Request) -> web.Response:
         asked = await request.json()

@@ -86,10 +86,17 @@ def test_a_hub_that_takes_nothing_is_only_told(tmp_path: Path, capsys: pytest.Ca
     assert written.err.endswith(f"push it with `hf upload somebody/model {tmp_path} --private`\n")
 
 
-def test_a_token_is_asked_for_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_tried_before_training(tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="push_to_hub: this machine has no token of the Hub: run `hf auth login`"):
         check_login()
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    check_login()
+    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    check_login()  # the Hub is not asked
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with serving_app(hub.app()) as address:
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
+        with pytest.raises(ConfigError, match="push_to_hub: the Hub does not take this machine's token"):
+            check_login()
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        check_login()

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,11 +90,24 @@ def _try(url: str) -> str:
 
 
 def check_login() -> None:
-    """Raises `ConfigError` if this machine has no token of the Hub, which shows here and not after the training."""
-    from huggingface_hub import get_token
+    """Raises `ConfigError` if this machine has no token that the Hub takes, which shows here and not after training.
+
+    A Hub that does not answer now may do so then.
+    """
+    from huggingface_hub import get_token, whoami
+    from huggingface_hub.errors import HfHubHTTPError
 
     if get_token() is None:
         raise ConfigError("push_to_hub: this machine has no token of the Hub: run `hf auth login`, or set HF_TOKEN")
+    try:
+        call_within(SECONDS, whoami)
+    except HfHubHTTPError as error:
+        if error.response.status_code == HTTPStatus.UNAUTHORIZED:
+            raise ConfigError(
+                "push_to_hub: the Hub does not take this machine's token: run `hf auth login`, or set HF_TOKEN"
+            ) from error
+    except Exception:  # those of the client's HTTP library come through
+        pass
 
 
 def publish(folder: Path, where: PushBlock) -> None:

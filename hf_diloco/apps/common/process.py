@@ -78,7 +78,7 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
     from hf_diloco.trainer.progress import Progress
 
     check_training(run.training)
-    if run.push_to_hub is not None and run.meeting.island == 0:
+    if run.push_to_hub is not None and run.meeting.island == 0 and is_leader():
         check_login()
     progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader(), unit=unit)
     if is_leader():
