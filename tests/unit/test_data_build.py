@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import Dataset, DatasetDict, Features, Value, load_from_disk
 
 from hf_diloco.apps.data.build import Datasets, build_datasets, sample_texts
 from hf_diloco.apps.data.packing import PackedDataset, TokenBlocks
@@ -149,6 +149,13 @@ class TestFiles:
         (tmp_path / "a.txt").write_text("one\nstill one\n\n\ntwo\n")
         documents = list(texts(open_files([str(tmp_path / "a.txt")], streaming=True)))
         assert [document.strip() for document in documents] == ["one\nstill one", "two"]
+
+    def test_parquet_files_without_rows_hold_nothing(self, tmp_path: Path) -> None:
+        files = [str(tmp_path / f"{number}.parquet") for number in (0, 1)]
+        for file, rows in zip(files, ([], ["one", "two"]), strict=True):
+            Dataset.from_dict({"text": rows}, features=Features({"text": Value("string")})).to_parquet(file)
+        for streaming in (False, True):
+            assert list(texts(open_files(files, streaming=streaming))) == ["one", "two"]
 
     def test_other_columns(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text(
