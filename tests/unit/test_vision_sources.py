@@ -75,7 +75,7 @@ def test_a_held_out_part_that_is_empty_is_an_error() -> None:
         open_source(ImageDataBlock(held_out=0.0001))
 
 
-@pytest.mark.parametrize(("split", "num_eval"), [("validation", 6), ("test", 6), (None, 3)])
+@pytest.mark.parametrize(("split", "num_eval"), [("validation", 6), ("val", 6), ("test", 6), (None, 3)])
 def test_folder(tmp_path: Path, split: str | None, num_eval: int, caplog: pytest.LogCaptureFixture) -> None:
     write_folder(tmp_path, {"train": 10, **({split: 2} if split else {})})
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no picture")
@@ -136,6 +136,12 @@ def test_a_picture_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     share = source.train.select(np.array([1, 2]))
     with pytest.raises(ConfigError, match=rf"cannot decode picture 1 of .*train \({re.escape(str(file))}\): "):
         share.open(0)
+    file.unlink()
+    file.symlink_to(tmp_path / "nothing.png")
+    with pytest.raises(
+        ConfigError, match=rf"cannot decode picture 1 of .*train \({re.escape(str(file))}\): FileNotFou"
+    ):
+        open_source(ImageDataBlock(source="folder", path=str(tmp_path))).train.open(1)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +196,13 @@ def test_a_column_of_numbers_holds_no_images(tmp_path: Path) -> None:
     write_parquet(tmp_path, "train", [0, 1] * 5, Value("int64"))
     with pytest.raises(ConfigError, match=r"image_column: 'label' of .* holds no images"):
         open_source(ImageDataBlock(source="hub", path=str(tmp_path), image_column="label"))
+
+
+@pytest.mark.parametrize(("labels", "kind"), [([0, None], "int64"), (["cat", None], "string")])
+def test_rows_without_a_class_are_told(labels: list[Any], kind: str, tmp_path: Path) -> None:
+    write_parquet(tmp_path, "train", labels * 5, Value(kind))
+    with pytest.raises(ConfigError, match=r"label_column: 'label' has rows without a class; remove these rows"):
+        open_source(ImageDataBlock(source="hub", path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("number", [-1, 10**15])

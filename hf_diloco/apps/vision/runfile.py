@@ -91,7 +91,8 @@ class ImageDataBlock(Block):
 
     source: Literal["digits", "idx", "folder", "hub"] = Field(
         "digits",
-        description="digits: 1,797 of 8x8, in the package; idx: files as of MNIST; folder: train/CLASS/*.png; hub",
+        description="digits: 1,797 of 8x8, in the package; idx: files as of MNIST; folder: train/CLASS/*.png, and "
+        "validation, val or test; hub",
     )
     path: str | None = Field(
         None, description="sources idx and folder: the folder; source hub: a dataset's id or folder"

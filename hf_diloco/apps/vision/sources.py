@@ -28,7 +28,7 @@ logger = logging.getLogger("hf_diloco")
 
 SPLIT_SEED = 0  # not the run's: runs of several seeds are evaluated on the same examples
 _ELSEWHERE = "; where the Hub cannot be reached, download the dataset and give its folder as data.path"
-_EVAL_SPLITS = ("validation", "test")  # of a folder; the first that is there
+_EVAL_SPLITS = ("validation", "val", "test")  # of a folder; the first that is there
 
 # of the idx format of MNIST, Fashion-MNIST and EMNIST (yann.lecun.com/exdb/mnist), plain or compressed with gzip
 _UNSIGNED_BYTE = 0x08  # the only type of element that image sets use
@@ -131,7 +131,7 @@ def _order(length: int) -> IntArray:
 
 
 def _open_folder(folder: Path) -> tuple[Pictures, Pictures | None, list[str]]:
-    """`folder`/train/CLASS/*.png (or .jpg and others), and validation or test beside train if there is one."""
+    """`folder`/train/CLASS/*.png (or .jpg and others), and validation, val or test beside train if there is one."""
     if not (folder / "train").is_dir():
         raise ConfigError(f"data.path: {folder} has no folder train; source folder needs {folder}/train/CLASS/*.png")
     splits = [split for split in ("train", *_EVAL_SPLITS) if (folder / split).is_dir()][:2]
@@ -181,7 +181,8 @@ def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
     for entry in _class_folders(folder):
         if entry.name not in names:
             raise ConfigError(f"data.path: {entry} is a class that {folder.parent}/train does not have; remove it")
-        visible = [file for file in entry.rglob("*") if not _is_hidden(file.relative_to(entry)) and file.is_file()]
+        inside = (path for path in entry.rglob("*") if not _is_hidden(path.relative_to(entry)))
+        visible = [path for path in inside if not path.is_dir()]  # a link to nothing fails when it is read
         found = sorted(str(file) for file in visible if file.suffix.lower() in known)
         others = Counter(file.suffix.lower() for file in visible if file.suffix.lower() not in known)
         if others and not found:
@@ -233,6 +234,8 @@ def _label_names(dataset: Dataset, column: str) -> list[str]:
     if isinstance(feature, ClassLabel):
         return [str(name) for name in feature.names]
     values = _column(dataset, column)
+    if None in values:
+        raise ConfigError(f"data.label_column: {column!r} has rows without a class; remove these rows")
     if all(isinstance(value, str) for value in values):
         return sorted(set(values))
     are_numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
