@@ -228,6 +228,7 @@ def test_frozen_parameters_do_not_train(tmp_path: Path) -> None:
         ({"model_type": "resnet", "depth": [1]}, r"unknown setting depth=\[1\] of resnet \(did you mean depths\?\)"),
         ({"model_type": "resnet", "layer_type": "simple"}, "layer_type=simple"),
         ({"model_type": "llama"}, "no image classification model can be made of llama"),
+        ({"model_type": "vit", "patch_size": 64}, "cannot take images of 8 pixels a side: .*; set data.image_size"),
     ],
 )
 def test_wrong_configurations(config: dict[str, Any], message: str) -> None:

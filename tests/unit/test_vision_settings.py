@@ -34,6 +34,7 @@ def test_import_is_cheap() -> None:
         ({"dirichlet_alpha": 0.1}, "dirichlet_alpha belongs to shares dirichlet, but shares is iid"),
         ({"shares": "dirichlet", "dirichlet_alpha": 0}, "greater than 0"),
         ({"held_out": 1.0}, "less than 1"),
+        ({"image_size": 10**30}, "less than or equal to 16384"),
         (
             {"source": "hub", "path": "x", "eval_split": "test", "held_out": 0.2},
             "held_out has no effect beside eval_split",

@@ -10,6 +10,7 @@ from hf_diloco.apps.common.model_config import make_config, make_model
 from hf_diloco.apps.vision.runfile import ImageModelBlock
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.extras import need
+from hf_diloco.utils.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -61,7 +62,24 @@ def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTraine
     else:
         model = make_model(build_config(block, data), AutoModelForImageClassification, "image classification")
     _freeze(model, block.frozen)
+    _try(model, data)
     return model
+
+
+def _try(model: PreTrainedModel, data: ImageData) -> None:
+    """Raises `ConfigError` if a model cannot take the images, as where they are smaller than its patches."""
+    import torch
+
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, data.num_channels, data.image_size, data.image_size))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"model: {type(model).__name__} cannot take images of {data.image_size} pixels a side: {one_line(error)}; "
+            "set data.image_size, or another model"
+        ) from error
+    model.train(was_training)
 
 
 def build_config(block: ImageModelBlock, data: ImageData) -> PreTrainedConfig:

@@ -109,7 +109,9 @@ class ImageDataBlock(Block):
         0.1, gt=0, lt=1, description="share of the examples to evaluate on if the source has no split for it"
     )
     image_size: Count | None = Field(
-        None, description="pixels per side; null: the model's, or else the images' own (at least 28 for a resnet)"
+        None,
+        le=2**14,
+        description="pixels per side; null: the model's, or else the images' own (at least 28 for a resnet)",
     )
     augment: AugmentBlock = Field(AugmentBlock(), description="random changes of training images; none by default")
     normalize: NormalizeBlock | None = Field(
