@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from datasets import Dataset, DatasetDict, Features, Value, load_from_disk
 
 from hf_diloco.apps.data.build import Datasets, build_datasets, sample_texts
 from hf_diloco.apps.data.packing import PackedDataset, TokenBlocks
-from hf_diloco.apps.data.sources import DataBlock, alternate, open_documents, open_files, read_first, texts
+from hf_diloco.apps.data.sources import DataBlock, alternate, open_documents, open_files, read_first, reading, texts
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
 from hf_diloco.errors import ConfigError
@@ -156,6 +158,14 @@ class TestFiles:
             Dataset.from_dict({"text": rows}, features=Features({"text": Value("string")})).to_parquet(file)
         for streaming in (False, True):
             assert list(texts(open_files(files, streaming=streaming))) == ["one", "two"]
+
+    def test_a_full_cache_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "/the/cache")
+        with (
+            pytest.raises(ConfigError, match=r"No space left.*goes to /the/cache: make room there"),
+            reading(DataBlock()),
+        ):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def test_other_columns(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -265,6 +266,10 @@ def _unreadable(where: str, error: Exception, remedy: str) -> ConfigError:
     said = one_line(reason)
     if "zstd not supported" in said:
         remedy = "; run `pip install zstandard`"
+    if isinstance(reason, OSError) and reason.errno == errno.ENOSPC:
+        from datasets.config import HF_DATASETS_CACHE
+
+        remedy = f"; the copy that is read goes to {HF_DATASETS_CACHE}: make room there, or set HF_DATASETS_CACHE"
     return ConfigError(f"data: cannot read {where}: {type(reason).__name__}: {said}{remedy}")
 
 
