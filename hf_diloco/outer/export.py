@@ -18,6 +18,10 @@ from hf_diloco.outer.checkpoint import OuterIndex, complete_checkpoints, load_ou
 
 CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
+_PLAIN = ("gossip.json", "files.json")
+_PLACES = (".", "checkpoint-*", "island-0/checkpoint-*")
+"""What checkpoints without outer state have instead, and where a folder may have them."""
+
 _COMPILED = "_orig_mod."  # put before names by torch.compile
 _ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)")
 """Finds the adapter's name in a parameter's name: "default", unless `get_peft_model` was given another name."""
@@ -39,14 +43,20 @@ def find_checkpoint(path: Path) -> tuple[Path, OuterIndex]:
     """
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}: give a checkpoint-N, or the folder of an island or a run")
-    if (path / "diloco").is_dir() or path.name.startswith("checkpoint-"):
-        return path, read_index(path)
-    found = complete_checkpoints(path) or complete_checkpoints(path / "island-0")
-    if not found:
+    is_one = (path / "diloco").is_dir() or path.name.startswith("checkpoint-")
+    found = [] if is_one else complete_checkpoints(path) or complete_checkpoints(path / "island-0")
+    if found:
+        return found[-1]
+    if plain := next((file for place in _PLACES for name in _PLAIN for file in path.glob(f"{place}/{name}")), None):
         raise ConfigError(
-            f"{path} holds no whole checkpoint with outer state: name checkpoint-N, or the folder of an island"
+            f"{plain.parent} has no outer parameters, as nodes of a graph and runs without outer loop have none: the "
+            "model is in it as it was trained, and in the folder `model` of a run that has ended"
         )
-    return found[-1]
+    if is_one:
+        return path, read_index(path)
+    raise ConfigError(
+        f"{path} holds no whole checkpoint with outer state: name checkpoint-N, or the folder of an island"
+    )
 
 
 def outer_parameters(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Tensor]:

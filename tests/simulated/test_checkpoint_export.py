@@ -68,6 +68,11 @@ def test_tied_weights_of_the_newest_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert found.name == "checkpoint-4"  # 6 is not whole any more
     with pytest.raises(ConfigError, match=r"no whole checkpoint with outer state: name checkpoint-N"):
         find_checkpoint(tmp_path)
+    (nodes := tmp_path / "nodes" / "island-0" / "checkpoint-3").mkdir(parents=True)
+    (nodes / "gossip.json").touch()
+    for folder in (tmp_path / "nodes", nodes.parent, nodes):
+        with pytest.raises(ConfigError, match=f"{nodes} has no outer parameters, as nodes of a graph"):
+            find_checkpoint(folder)
     for absent in ("runs/absent", "run/checkpoint-5"):
         with pytest.raises(ConfigError, match=f"there is no folder .*{absent}"):
             find_checkpoint(tmp_path / absent)
