@@ -30,6 +30,7 @@ WRONG = {
     "training.metric_for_best_model=''": "training.metric_for_best_model: no evaluation has ''; set it to one of loss",
     "training.eval_use_gather_object=true": "training: eval_use_gather_object cannot be set here: evaluations gather",
     "training.ddp_bucket_cap_mb=8": "training.ddp_bucket_cap_mb has no effect, as deepspeed takes the place of DDP",
+    "training.ddp_timeout=0": "training.ddp_timeout: input should be greater than 0, got 0",
     "training.log_level_replica=loud": "training.log_level_replica: 'loud' is not one of passive, ",
     "training.lr_scheduler_kwargs={a: 1}": "lr_scheduler_type=cosine, lr_scheduler_kwargs={'a': 1}: .*argument 'a'",
     "training.lr_scheduler_kwargs=x": "training.lr_scheduler_kwargs: expected a block of `key: value` lines, got 'x'",

@@ -29,7 +29,7 @@ _TOO_LARGE = 2**63
 _POSITIVE = (
     *("learning_rate", "gradient_accumulation_steps"),
     *("logging_steps", "save_steps", "eval_steps", "save_total_limit", "eval_accumulation_steps"),
-    *("dataloader_prefetch_factor", "max_steps"),
+    *("dataloader_prefetch_factor", "max_steps", "ddp_timeout"),
 )
 _NOT_NEGATIVE = (
     *("weight_decay", "warmup_steps", "max_grad_norm", "adam_epsilon", "data_seed"),
