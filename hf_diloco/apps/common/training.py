@@ -183,7 +183,7 @@ def save_final_model(trainer: Trainer, folder: Path) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"{final} cannot be written ({met[0]}): make room, and run the same command again; it goes on from the "
-            "last checkpoint"
+            "last checkpoint, if there is one"
         )
     if trainer.is_world_process_zero():
         (temporary / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says the same
