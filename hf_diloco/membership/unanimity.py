@@ -58,6 +58,8 @@ _OTHERS_GO_ON = (
     "and others have more steps to take: give all islands the same number of steps (max_steps, or as many turns of "
     "the loop), and let nothing end one of them alone"
 )
+_WAS_STOPPED = "it was asked to stop (by Ctrl-C, SIGTERM or stop())"
+_FAILED = "its training ended in an error, or was broken off, of which its own output says more"
 
 
 @dataclass(eq=False, repr=False)
@@ -176,18 +178,17 @@ class Unanimity:
             self._next = Attempt(attempt.round, attempt.number + 1)
         return outcome
 
-    def leave(self, round_number: int, finished: bool = False) -> None:
+    def leave(self, round_number: int, finished: bool = False, failed: bool = False) -> None:
         """Announces that this island takes no part in a round, so that no island waits for it.
 
         Args:
             round_number: the first round without it.
             finished: the island has taken all its steps.
+            failed: the island ends because of an error, not because it was asked to stop.
         """
-        reason = (
-            f"ended after round {round_number - 1}, {_OTHERS_GO_ON}"
-            if finished
-            else f"left the run before round {round_number}: it was asked to stop, or lost another island"
-        )
+        reason = f"left the run before round {round_number}: {_FAILED if failed else _WAS_STOPPED}"
+        if finished:
+            reason = f"ended after round {round_number - 1}, {_OTHERS_GO_ON}"
         self._give_up(self.current(round_number), [self._island], f"island {self._island} {reason}")
 
     def _give_up(self, attempt: Attempt, lost: Sequence[int], reason: str) -> OutcomeRecord:

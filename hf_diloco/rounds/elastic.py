@@ -337,7 +337,7 @@ class ElasticSession(BaseSession):
 
     # Leaving
 
-    def leave(self, finished: bool) -> None:
+    def leave(self, finished: bool, failed: bool = False) -> None:
         """Announces that this island leaves. If it stops early, publishes its progress since the last round."""
         self.has_left, self.has_finished = True, finished
         self._is_closing = not finished

@@ -252,7 +252,7 @@ class FixedSession(BaseSession):
 
     # Leaving
 
-    def leave(self, finished: bool) -> None:
+    def leave(self, finished: bool, failed: bool = False) -> None:
         """Announces that this island leaves, so that no island waits for it, and waits for the others to do the same.
 
         So island 0, which keeps the store, stays until all have left, or until `FAREWELL_SECONDS`.
@@ -261,7 +261,7 @@ class FixedSession(BaseSession):
         def farewell() -> None:
             try:
                 if self._unanimity:
-                    self._unanimity.leave(self.outer.round + 1, finished)
+                    self._unanimity.leave(self.outer.round + 1, finished, failed)
                 if self.members:
                     self.members.leave("finished" if finished else "left")
                 patience = FAREWELL_SECONDS["finished" if finished else "early"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import DiLoCoError, StopRequested
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.fragments import FragmentShards, cut_into_fragments, describe_fragments
 from hf_diloco.inner.island import IslandGroup
@@ -297,16 +297,17 @@ class BaseSession(ABC):
         """
 
     @abstractmethod
-    def leave(self, finished: bool) -> None:
+    def leave(self, finished: bool, failed: bool = False) -> None:
         """Announces that this island leaves, so that no island waits for it, and closes all connections.
 
         Args:
             finished: this island has taken all its steps; otherwise it stops early.
+            failed: it stops because of an error, not because it was asked to stop.
         """
 
     def abandon(self) -> None:
         """Leaves early without offering anything, because the model may be in any state."""
-        self.leave(finished=False)
+        self.leave(finished=False, failed=True)
 
     def hang_up(self) -> None:
         """Does `abandon` on this rank alone, without waiting for the island's other ranks."""
@@ -327,6 +328,6 @@ class BaseSession(ABC):
         """
         try:
             yield
-        except DiLoCoError:
-            self.leave(finished=False)
+        except DiLoCoError as error:
+            self.leave(finished=False, failed=not isinstance(error, StopRequested))
             raise

@@ -235,7 +235,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if not (self._failure or self.stopped or self._need_session().is_over):
             warn_if_short(state, "island")
         self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
-        self._need_session().leave(finished=not (self._failure or self.stopped))
+        has_failed = self._failure is not None
+        self._need_session().leave(finished=not (has_failed or self.stopped), failed=has_failed)
         if self._failure and find_trainer() is None:
             raise self._failure
 
@@ -303,7 +304,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             self._on_missed(state, error)
         except (DivergedError, ExchangeError, ForgedError, DuplicateIslandError, UnsupportedError) as error:
             if isinstance(error, DivergedError) and not error.is_state_sound:  # no checkpoint of it
-                self._need_session().leave(finished=False)
+                self._need_session().leave(finished=False, failed=True)
                 raise
             logger.error("%s", error)
             self._failure = error

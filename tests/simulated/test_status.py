@@ -520,7 +520,7 @@ def test_who_has_come_to_a_round_of_fixed_membership_and_why_it_ended(tmp_path: 
     leaves = threading.Thread(target=lambda: islands[1].session.leave(finished=False))
     leaves.start()
     (second, _) = look_until(observer, lambda status: bool(status.rounds[0].aborted)).rounds
-    reason = "island 1 left the run before round 2: it was asked to stop, or lost another island"
+    reason = "island 1 left the run before round 2: it was asked to stop (by Ctrl-C, SIGTERM or stop())"
     assert second.aborted == [f"island 1 says: {reason}"]
     waits.join()
     assert isinstance(ends[0], IslandLostError)

@@ -348,3 +348,4 @@ def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(tmp_path: Pat
         with pytest.raises(RuntimeError):
             trainer.train()
     assert isinstance(failures[0], IslandLostError), "long before sync_timeout"
+    assert "its training ended in an error" in str(failures[0]), "nobody has asked it to stop"

@@ -210,18 +210,19 @@ def assert_both_lose_island_2_at_once(run: Callable[[int], None], text: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("finished", "text"),
+    ("ending", "text"),
     [
-        (False, "island 2 left the run before round 1"),
-        (True, "island 2 ended after round 0, and others have more steps to take"),
+        ({}, "island 2 left the run before round 1: it was asked to stop"),
+        ({"failed": True}, "island 2 left the run before round 1: its training ended in an error"),
+        ({"finished": True}, "island 2 ended after round 0, and others have more steps to take"),
     ],
 )
-def test_who_leaves_wakes_those_who_wait(stores: Stores, clock: FastClock, finished: bool, text: str) -> None:
+def test_who_leaves_wakes_those_who_wait(stores: Stores, clock: FastClock, ending: dict[str, bool], text: str) -> None:
     def run(island: int) -> None:
         one = unanimity(stores(island), island, 3, 60.0, clock=clock)
         if island == 2:
             clock.sleep(0.3)
-            one.leave(1, finished)
+            one.leave(1, **ending)
         else:
             convene(one, 1, offer_of(island))
 
