@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -159,7 +159,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
 
     def _evaluate(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The evaluation that the Trainer makes while it trains, of the weights that the run is about."""
-        with self._evaluated_weights(trainer):
+        with self._giving_back(), self._evaluated_weights(trainer):
             return evaluate(*args, **kwargs)
 
     def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
@@ -167,15 +167,24 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         return nullcontext()
 
     def _run_epoch(self, trainer: Trainer, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Gives back what belongs to the Trainer where it ends in an error, which it tells no callback.
+        """Skips the epoch where there is no step to take.
 
-        Resumed after the last step, the Trainer would take one more before it looks: the epoch is skipped.
+        Resumed after the last step, the Trainer would take one more before it looks.
         """
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
             return None
-        try:
+        with self._giving_back():
             return run(*args, **kwargs)
+
+    @contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        """Gives back what belongs to the Trainer where it ends in an error, which it tells no callback.
+
+        In an epoch, or in the evaluation before the first one.
+        """
+        try:
+            yield
         except BaseException:
             self._replaced.close()
             self._on_error()

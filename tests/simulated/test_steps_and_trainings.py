@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -331,7 +332,10 @@ def test_a_second_training_that_ended_in_an_error_goes_on_in_its_own_place(tmp_p
     assert sorted(path.parent.name for path in (tmp_path / "store").rglob("run.json")) == ["store", "training-2"]
 
 
-def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize("at_the_start", [False, True])
+def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(
+    at_the_start: bool, tmp_path: Path, free_port: int
+) -> None:
     common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 2}
 
     def other() -> None:
@@ -344,7 +348,11 @@ def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(tmp_path: Pat
 
     with Beside(other) as failures:
         callback = DiLoCoCallback(island=0, **common)
-        trainer = make_trainer(tmp_path / "run", callback, Interrupts(RuntimeError(), callback))
+        trainer = make_trainer(
+            tmp_path / "run", callback, Interrupts(RuntimeError(), callback), eval_on_start=at_the_start
+        )
+        if at_the_start:
+            trainer.compute_metrics = Mock(side_effect=RuntimeError)
         with pytest.raises(RuntimeError):
             trainer.train()
     assert isinstance(failures[0], IslandLostError), "long before sync_timeout"
