@@ -1,4 +1,4 @@
-"""What the Trainer and `OuterLoop` are given: what it says of an island, and what no outer loop can work with."""
+"""Checks of the arguments of the Trainer and `OuterLoop`, and the facts about an island that follow from them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ def check_arguments(
     scheduler: Any = None,
     is_search: bool = False,
 ) -> None:
-    """Refuses what does not go with the outer loop; warns of settings that DeepSpeed ignores.
+    """Refuses settings that the outer loop does not support; warns about settings that DeepSpeed ignores.
 
     Args:
         config: the outer loop's settings.
-        args: of the Trainer.
-        callbacks: all of the Trainer's.
-        optimizer: the Trainer's, unwrapped, which may be another than `args.optim`.
-        scheduler: the Trainer's, which may be another than `args.lr_scheduler_type`.
-        is_search: this is a trial of `trainer.hyperparameter_search`.
+        args: the Trainer's arguments.
+        callbacks: all callbacks of the Trainer.
+        optimizer: the Trainer's optimizer, unwrapped; may differ from `args.optim`.
+        scheduler: the Trainer's schedule; may differ from `args.lr_scheduler_type`.
+        is_search: whether this is a trial of `trainer.hyperparameter_search`.
 
     Raises:
-        ConfigError: naming every setting of `REFUSALS` that is used; or tokens are to be weighed but are not counted.
+        ConfigError: a setting of `REFUSALS` is used (the message names all); or `weight_by` is "tokens", but the
+            Trainer does not count tokens.
     """
     given: dict[str, object] = {"hyperparameter_search": is_search}
     for setting, made, is_refused in (
@@ -62,10 +63,10 @@ def check_arguments(
 
 
 def check_launched() -> None:
-    """Refuses a process that no launcher has started, in which DeepSpeed asks MPI for its rank, also for a single one.
+    """Checks that a launcher started this process: otherwise DeepSpeed asks MPI for the rank, even with one rank.
 
     Raises:
-        ConfigError: there is no MPI either.
+        ConfigError: there is neither a launcher nor MPI.
     """
     has_rank = any(name in os.environ for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SM_TRAINING_ENV"))
     if not (has_rank or dist.is_initialized() or find_spec("mpi4py")):
@@ -78,16 +79,16 @@ def check_launched() -> None:
 def check_gossip_arguments(
     args: TrainingArguments, payload: str = "fp32", callbacks: Iterable[TrainerCallback] = ()
 ) -> None:
-    """Refuses what does not go with averaging between neighbours.
+    """Refuses settings that averaging between neighbours does not support.
 
     Args:
-        args: of the Trainer.
-        payload: how vectors travel.
-        callbacks: all of the Trainer's.
+        args: the Trainer's arguments.
+        payload: the number format in which vectors travel.
+        callbacks: all callbacks of the Trainer.
 
     Raises:
-        ConfigError: naming every setting of `REFUSALS` that is used; with a payload also checkpoints that nodes might
-            write after different steps.
+        ConfigError: a setting of `REFUSALS` is used (the message names all); or the payload is not fp32, and nodes
+            might save after different steps.
     """
     refuse({**vars(args), **_of_callbacks(callbacks)}, "nodes")
     if payload != "fp32" and args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
@@ -98,10 +99,14 @@ def check_gossip_arguments(
 
 
 def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer: Trainer | None) -> bool | str:
-    """Whether metrics are weighed by the number of examples; of several data sets their names, in the Trainer's order.
+    """Checks `num_eval_examples` against the Trainer's evaluation data.
+
+    Returns:
+        Whether metrics are weighted by numbers of examples; with several data sets, their names in the Trainer's
+        order.
 
     Raises:
-        ConfigError: the numbers are not of the Trainer's data sets.
+        ConfigError: the numbers do not match the Trainer's data sets.
     """
     if num_eval_examples is None:
         return False
@@ -115,7 +120,7 @@ def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer:
 
 
 def eval_size(num_eval_examples: int | Mapping[str, int], name: str | None) -> int:
-    """The examples of the data set that was evaluated; `name` as `name_evaluated` gives it."""
+    """Returns the number of examples of the evaluated data set; `name` as `name_evaluated` returns it."""
     if not isinstance(num_eval_examples, Mapping):
         return num_eval_examples
     if (known := (name or "").removesuffix("_")) in num_eval_examples:
@@ -131,18 +136,18 @@ def gossip_facts(
     loader: Any,
     weighed: bool | str = False,
 ) -> Facts:
-    """What must be equal on all nodes, as they do it together, by the name that an error message gives it.
+    """Returns facts about joint actions that must be equal on all nodes, by their names in error messages.
 
     Args:
-        payload: how vectors travel.
-        evaluates_with_others: an evaluation takes a mean over all nodes, of their weights or of their metrics.
-        args: of the Trainer.
-        state: the Trainer's.
-        loader: of the training data.
-        weighed: see `check_eval_sizes`.
+        payload: the number format in which vectors travel.
+        evaluates_with_others: whether an evaluation takes a mean over all nodes, of their weights or their metrics.
+        args: the Trainer's arguments.
+        state: the Trainer's state.
+        loader: the loader of the training data.
+        weighed: result of `check_eval_sizes`.
     """
     facts: dict[str, str | bool] = {"num_eval_examples is given": weighed}
-    if payload != "fp32":  # all rekey at the same steps
+    if payload != "fp32":  # all nodes must rekey at the same steps
         facts["when checkpoints are saved"] = f"{args.save_strategy}, every {state.save_steps} steps"
     if evaluates_with_others:
         when = "never"
@@ -158,7 +163,7 @@ def gossip_facts(
 
 
 def _of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
-    """What `REFUSALS` names of a Trainer's callbacks."""
+    """Returns the values of the callback settings in `REFUSALS`."""
     found = list(callbacks)
     names = [kind.__name__ for callback in found for kind in type(callback).__mro__]
     return {
@@ -168,12 +173,12 @@ def _of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
 
 
 def folder_of(args: TrainingArguments) -> Path:
-    """Where this island writes: the Trainer has a default for it, though its type does not say so."""
+    """Returns the folder this island writes to, with the Trainer's default if `output_dir` is None."""
     return Path(args.output_dir or "trainer_output")
 
 
 def folder_given(resume_from_checkpoint: str | Path | None) -> Path | None:
-    """The folder that a callback is to resume from; raises `ConfigError` if it is none."""
+    """Returns `resume_from_checkpoint` as a path; raises `ConfigError` if it is not a path."""
     if isinstance(resume_from_checkpoint, str | Path | None):
         return Path(resume_from_checkpoint) if resume_from_checkpoint else None
     raise ConfigError(
@@ -183,25 +188,26 @@ def folder_given(resume_from_checkpoint: str | Path | None) -> Path | None:
 
 
 def examples_per_step(args: TrainingArguments) -> int:
-    """Examples that one optimizer step of this island sees."""
+    """Returns the examples per optimizer step of this island."""
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:
-    """Tokens in so many examples, if the facts of the run say how long one is."""
+    """Returns the tokens in `examples` examples, if the run's facts have a `sequence_length`; else None."""
     length = facts.get("sequence_length")
     return examples * int(length) if isinstance(length, int | float) and length else None
 
 
 def is_of_training(logs: Mapping[str, Any]) -> bool:
-    """Whether what the Trainer logs says how training goes; at its end there may be bytes without a loss."""
+    """Whether the logs are about training; at the end of training they may have bytes sent but no loss."""
     return "loss" in logs or "onebit/bytes_sent" in logs
 
 
 def name_evaluated(logs: Mapping[str, Any]) -> str | None:
-    """Which of several data sets the Trainer has evaluated, as "NAME_"; empty where there is one, None for none.
+    """Returns which of several data sets was evaluated, as "NAME_"; "" for a single data set, None if not evaluated.
 
-    The Trainer logs eval_NAME_loss and eval_NAME_runtime then. The latter tells NAME from the name of a metric.
+    With several data sets, the Trainer logs eval_NAME_loss and eval_NAME_runtime. The latter distinguishes NAME from a
+    metric's name.
     """
     if "eval_loss" in logs:
         return ""
@@ -210,15 +216,15 @@ def name_evaluated(logs: Mapping[str, Any]) -> str | None:
 
 
 def floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among what the Trainer logs."""
+    """Returns the numbers among the values that the Trainer logs."""
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
 def check_weight(weight: Any) -> float:
-    """A step's weight as a number; raises `ConfigError` unless it is one."""
+    """Returns a step's weight as a float; raises `ConfigError` unless it is a finite number of 0 or more."""
     try:
         number = float(weight or 0.0)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
         number = math.nan
     if isinstance(weight, str) or not 0 <= number < math.inf:
         raise ConfigError(f"step(weight={weight!r}): give the number of examples or tokens of the step, 0 or more")
@@ -226,7 +232,7 @@ def check_weight(weight: Any) -> float:
 
 
 def check_count(name: str, value: Any, call: str = "OuterLoop") -> int | None:
-    """A number of steps, rounds or checkpoints; None if it is not given. Raises `ConfigError` unless it is one."""
+    """Returns a count of steps, rounds or checkpoints; None if not given. Raises `ConfigError` if it is below 1."""
     try:
         number = None if value is None else operator.index(value)
     except TypeError:
@@ -237,7 +243,7 @@ def check_count(name: str, value: Any, call: str = "OuterLoop") -> int | None:
 
 
 def check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
-    """Raises unless these are what they should be, and belong together; warns of settings that DeepSpeed ignores."""
+    """Raises unless the arguments have the right types and belong together; warns about settings DeepSpeed ignores."""
     call = "call OuterLoop(accelerator, model, optimizer, config)"
     for name, value, kind in (("accelerator", accelerator, Accelerator), ("model", model, nn.Module)):
         if not isinstance(value, kind):
@@ -253,12 +259,12 @@ def check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 
 def decayed_groups(model: nn.Module, weight_decay: float, **of_others: float) -> list[dict[str, Any]]:
-    """The trainable parameters as groups of an optimizer: as the Trainer does, weights decay, but no biases and norms.
+    """Returns the trainable parameters as optimizer groups. As in the Trainer, biases and norms have no weight decay.
 
     Args:
-        model: what is trained.
-        weight_decay: of the weights.
-        **of_others: further settings of biases and norms.
+        model: the model to train.
+        weight_decay: weight decay of parameters with more than one dimension.
+        **of_others: further settings of the group of biases and norms.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -269,7 +275,7 @@ def decayed_groups(model: nn.Module, weight_decay: float, **of_others: float) ->
 
 
 def settings_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
-    """What `REFUSALS` names of an Accelerator and of what it has prepared."""
+    """Returns the values of the settings in `REFUSALS` for an Accelerator and its prepared optimizer."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return {
         "optim": type(unwrap_optimizer(optimizer)).__name__,

@@ -1,4 +1,4 @@
-"""What the callbacks of a run have in common, whether the Trainer is an island's, a node's or one by itself."""
+"""Common base of the Trainer callbacks: for an island, for a gossip node, and for a Trainer that trains alone."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ logger = logging.getLogger("hf_diloco")
 
 
 class RunCallback(TrainerCallback, ABC, Generic[R]):
-    """Ends training cleanly when asked to, makes checkpoints whole, and keeps the record.
+    """Stops training cleanly on request, completes checkpoints, and writes the record.
 
     Args:
-        stop_file: a file whose existence asks for a clean end, as `stop` does.
+        stop_file: a file whose existence requests a clean stop, as `stop` does.
 
     Attributes:
-        has_outer_loop: whether it reads the master weights.
-        stopped: training ended early because it was asked to.
-        moved_at_end: the weights changed after the last step: evaluations before that are of other weights.
+        has_outer_loop: whether the callback reads the master weights.
+        stopped: whether training ended early on request.
+        moved_at_end: whether the weights changed after the last step, so that earlier evaluations are outdated.
     """
 
     has_outer_loop: ClassVar[bool] = True
     _noun: ClassVar[str] = "island"
-    """What the run has several of."""
+    """What messages call one participant of the run."""
 
     def __init__(self, stop_file: str | Path | None) -> None:
         self._facts: Facts = {}
@@ -61,24 +61,23 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._stop = StopFlag(Path(stop_file) if stop_file else launchers_stop_file())
         self._saving: Saving | None = None
         self._record: R | None = None
-        self._replaced = ExitStack()  # what belongs to the Trainer, until training has ended
+        self._replaced = ExitStack()  # restores replaced attributes of the Trainer when training ends
         self._ends_early = False
         self._sync_every = 0  # steps between rounds, if there are any
-        if "deepspeed" in sys.modules:  # it may be added to a Trainer that is made, after `on_init_end`
+        if "deepspeed" in sys.modules:  # `add_callback` comes after `on_init_end`
             resume_across_ranks()
 
     def stop(self) -> None:
-        """Asks for a clean end: finish the step, write a checkpoint. May be called from any thread or handler."""
+        """Requests a clean stop: finish the step, write a checkpoint. Safe in any thread or signal handler."""
         self._stop.request()
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Has DeepSpeed resume from checkpoints of another number of ranks.
+        """Checks the settings of DeepSpeed and FSDP, and lets DeepSpeed resume with a different number of ranks.
 
         Raises:
-            ConfigError: DeepSpeed is to train in a process that no launcher has started; or it, or FSDP, is told what
-                it would fail at.
+            ConfigError: DeepSpeed is used without a launcher; or DeepSpeed or FSDP has a setting that would fail.
         """
         if args.deepspeed_plugin is not None:
             check_launched()
@@ -89,12 +88,12 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
             refuse_unknown_layers(args.fsdp_config.get("transformer_layer_cls_to_wrap"), kwargs["model"])
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Has nothing more evaluated or saved where training ends early: an epoch ends then, too."""
+        """Skips evaluating and saving after an early stop, which ends the epoch, too."""
         if self._ends_early:
             control.should_evaluate = control.should_save = False
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keeps the record, and adds to what the Trainer logs, for every tracker."""
+        """Records the Trainer's logs, and adds this callback's metrics to them for the trackers."""
         logs = kwargs.get("logs")
         if logs is None or self._record is None:
             return
@@ -106,24 +105,24 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
             state.log_history[-1].update(added)
 
     def _for_trackers(self, record: R, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
-        """What goes with `logs`."""
+        """Returns the metrics to add to `logs`."""
         return {}
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Records an evaluation, and which weights were evaluated."""
+        """Records an evaluation and which weights it used."""
         metrics = kwargs.get("metrics") or {}
         if self._record and name_evaluated(metrics) is not None:
             weights = self._about_weights(metrics)
             self._record.write("eval", state.global_step, **weights, **floats(metrics))
 
     def _about_weights(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Which weights these metrics are of."""
+        """Returns which weights these metrics belong to."""
         return {"weights": "inner"}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Makes the checkpoint whole; only then may an older one go."""
+        """Completes the checkpoint; only then are older ones deleted."""
         assert self._saving is not None, "on_train_begin has not run"
         if self._saving.complete(state, lambda checkpoint: self._complete(checkpoint, state)):
             name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -131,7 +130,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
 
     @abstractmethod
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
-        """Writes into a checkpoint of the Trainer's what it lacks. Collective over the ranks."""
+        """Adds this callback's files to the Trainer's checkpoint. Collective over the ranks."""
 
     def _begin(
         self,
@@ -143,9 +142,9 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None = None,
         begins_anew: bool = False,
     ) -> None:
-        """From here on signals are wishes, and checkpoints are looked after; see `Saving`."""
+        """Starts treating signals as stop requests and managing checkpoints; see `Saving`."""
         self.stopped = self.moved_at_end = self._ends_early = False
-        if self._saving:  # of a training that ended in an error, of which the Trainer tells nobody
+        if self._saving:  # left from a training that raised: the Trainer tells callbacks nothing then
             self._end()
         self._stop.install(ranks, during=Trainer.train)
         self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed, self._replaced, begins_anew)
@@ -154,23 +153,20 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
             self._tell_launcher(args, trainer)
 
     def _replace(self, trainer: Trainer, name: str, ours: Callable[..., Any]) -> None:
-        """Until training has ended `ours` is called instead of a method, with Trainer, method and arguments."""
+        """Replaces a method by `ours` until training ends; `ours` gets the Trainer, the method and its arguments."""
         self._replaced.enter_context(replaced(trainer, name, partial(ours, trainer, getattr(trainer, name))))
 
     def _evaluate(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The evaluation that the Trainer makes while it trains, of the weights that the run is about."""
+        """Runs an evaluation during training on `_evaluated_weights`."""
         with self._giving_back(), self._evaluated_weights(trainer):
             return evaluate(*args, **kwargs)
 
     def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
-        """The model holds them inside; or what it holds, if another callback took this one's place after an error."""
+        """Puts the weights to evaluate into the model; no-op if another callback replaced this one after an error."""
         return nullcontext()
 
     def _run_epoch(self, trainer: Trainer, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Skips the epoch where there is no step to take.
-
-        Resumed after the last step, the Trainer would take one more before it looks.
-        """
+        """Skips the epoch if training resumes after the last step: the Trainer would take one step too many."""
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
             return None
@@ -179,10 +175,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
 
     @contextmanager
     def _giving_back(self) -> Iterator[None]:
-        """Gives back what belongs to the Trainer where it ends in an error, which it tells no callback.
-
-        In an epoch, or in the evaluation before the first one.
-        """
+        """Restores the Trainer's methods if an epoch or the first evaluation raises; the Trainer tells no callback."""
         try:
             yield
         except BaseException:
@@ -191,15 +184,15 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
             raise
 
     def _on_error(self) -> None:
-        """An error ended training, on this rank at least."""
+        """Called when an error ended training, at least on this rank."""
 
     def _tell_launcher(self, args: TrainingArguments, trainer: Trainer) -> None:
-        """Has the launcher of a user's own script see how far training is."""
+        """Reports progress to the launcher, if it started a user's own script."""
         folder, handler = launchers_folder(), trainer.callback_handler
         if folder is None:
             return
         if any(isinstance(one, RunFilesCallback) and one.is_in_script for one in handler.callbacks):
-            return  # of an earlier training
+            return  # added by an earlier training
         examples = examples_per_step(args)
         tokens = tokens_per_step(self._facts, examples)
         unit = "examples" if tokens is None else "tokens"
@@ -207,14 +200,14 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         files = RunFilesCallback(
             progress, self._num_rounds, self._sync_every, tokens or examples, was_stopped=lambda: self.stopped
         )
-        trainer.add_callback(files)  # Trainers call what is added while they call others
+        trainer.add_callback(files)  # a Trainer also calls callbacks added during an event
 
     def _num_rounds(self) -> int:
-        """Synchronisations completed."""
+        """Returns the number of completed rounds."""
         return 0
 
     def _end_early(self, control: TrainerControl) -> None:
-        """Has the Trainer end after a checkpoint of this step."""
+        """Makes the Trainer save a checkpoint of this step and stop."""
         self._ends_early = True
         control.should_save = True
         control.should_evaluate = False
@@ -231,7 +224,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
 
 
 def warn_if_short(state: TrainerState, unit: str) -> None:
-    """What else may end training, of which the others know nothing: its data, or another callback."""
+    """Warns if training ended early because of its data or another callback: the other islands do not know of it."""
     if state.global_step < state.max_steps:
         logger.warning(
             "training ended after %d of %d steps: another callback ended it, or the data did, on this %s alone. To "

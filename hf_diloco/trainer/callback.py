@@ -1,4 +1,4 @@
-"""The seam to the Hugging Face Trainer: when to synchronise, save, log and stop. No mathematics."""
+"""Integration with the Hugging Face Trainer: when to synchronise, save, log and stop. No mathematics."""
 
 from __future__ import annotations
 
@@ -65,25 +65,26 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         trainer = Trainer(model, args, train_dataset=ds, callbacks=[DiLoCoCallback(sync_every=500)])
 
     Works with plain PyTorch, DDP, DeepSpeed ZeRO-0/1/2/3 and FSDP2 inside the island. Between synchronisations the
-    Trainer is untouched. The outer state is saved with every checkpoint of the Trainer and restored when training
-    resumes. When an island is lost, or this process is asked to stop (SIGTERM, SIGINT, `stop`), the step is finished,
-    a checkpoint is written, and training ends; a lost island then raises `IslandLostError` from `trainer.train()`.
+    Trainer runs unchanged. The outer state is saved with every checkpoint of the Trainer and restored when training
+    resumes. When an island is lost, or this process is asked to stop (SIGTERM, SIGINT, `stop`), the Trainer finishes
+    the step, writes a checkpoint and ends; after a lost island `trainer.train()` then raises `IslandLostError`.
 
     Args:
-        config: the outer loop's settings; or give them by name.
+        config: the outer loop's settings; or give them as keyword arguments.
         fingerprint: further facts that must be equal on all islands (a tokenizer's hash, a sequence length, ...).
         resume_from_checkpoint: where the outer state is, if not in the folder that training resumes from.
-        stop_file: a file whose existence asks for a clean end, as `stop` does.
+        stop_file: a file whose existence requests a clean stop, as `stop` does.
         **settings: `DiLoCoConfig` fields, instead of `config`.
 
     Raises:
         ConfigError: a setting is wrong.
-        TypeError: `config` or `fingerprint` is of another kind.
+        TypeError: `config` or `fingerprint` has the wrong type.
 
     Attributes:
         config: the settings.
-        stopped: training ended early because it was asked to.
-        moved_at_end: a round may have changed the weights after the last step: evaluations are of earlier ones.
+        stopped: whether training ended early on request.
+        moved_at_end: whether a round may have changed the weights after the last step, so that earlier evaluations are
+            outdated.
     """
 
     NOT_BEGUN = (
@@ -115,18 +116,19 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         """Meets the other islands and agrees on the round to resume from.
 
         Returns:
-            This island's newest checkpoint of the newest round that all islands hold; None to begin anew.
+            This island's newest checkpoint of the newest round that all islands have a checkpoint of; None to start
+            from scratch.
 
         Raises:
-            CheckpointError: the islands hold checkpoints, but of no common round.
+            CheckpointError: the islands have checkpoints, but of no common round.
         """
         return self._connect(Path(output_dir)).common_checkpoint(Path(output_dir))
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
-        """Reads every file of a checkpoint that this island is to resume from, whichever it is.
+        """Reads and verifies every file of a checkpoint that this island is about to resume from.
 
         Raises:
-            CheckpointError: one is missing, or does not hold what was written to it; the message names it.
+            CheckpointError: a file is missing or corrupt; the message names it.
         """
         self._connect(Path(checkpoint).parent).check_checkpoint(Path(checkpoint))
 
@@ -135,14 +137,14 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Moves ahead of the trackers, so that what `on_log` adds reaches them."""
+        """Moves this callback ahead of the trackers, so that they get the metrics that `on_log` adds."""
         super().on_init_end(args, state, control, **kwargs)
         move_before_trackers(self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Joins the other islands, restores or begins the outer state, makes all islands' weights equal."""
+        """Joins the other islands, restores or creates the outer state, and makes all islands' weights equal."""
         trainer = find_trainer()
         move_before_trackers(self)  # `add_callback` comes after `on_init_end`
         self._failure = None
@@ -163,13 +165,13 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         session.tokens_per_step = tokens_per_step(self._facts, self._examples)
         self._has_joined = True
         session.join(shards, folder_of(args), self._facts, checkpoint)
-        self._resume_path = None  # the next training resumes from elsewhere, or begins anew
+        self._resume_path = None  # not for the next training
         follow_schedule(session, state, scheduler)
         self._describe_model = partial(describe_model, kwargs["model"], kwargs.get("processing_class"))
         self._tokens_seen = state.num_input_tokens_seen
         needed = partial(last_of_earlier_round, state.global_step) if self.config.goes_back_together else None
         self._begin(args, session.island, trainer, RECORD, find_complete, needed, begins_anew=checkpoint is None)
-        self.moved_at_end = state.global_step >= state.max_steps  # by a round that was still due, or took place since
+        self.moved_at_end = state.global_step >= state.max_steps  # by a round that was due, or ran since
         if trainer is not None:
             self._replace(trainer, "_finalize_training", self._finish)
         if trainer is not None and self.config.eval_weights == "outer":
@@ -177,14 +179,14 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.speaks_for_all:
             warn_about_plan(session.config, state.max_steps)
-        if session.is_due(is_last=state.global_step >= state.max_steps):  # it could not take place before
+        if session.is_due(is_last=state.global_step >= state.max_steps):  # the round before the checkpoint failed
             try:
                 self._run_round(state, control)
             except MissedRoundError as error:
                 self._on_missed(state, error)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Counts the step and runs the round that is due."""
+        """Counts the step, and runs a round if one is due."""
         session = self._need_session()
         if session.is_over:
             self._end_with_the_run(state, control)
@@ -208,7 +210,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         return {"weights": "outer" if self._holds_outer else "inner"}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Puts the outer state beside the Trainer's; only then may an older checkpoint go."""
+        """Adds the outer state to the Trainer's checkpoint; only then are older checkpoints deleted."""
         self._settle(state)
         super().on_save(args, state, control, **kwargs)
 
@@ -218,7 +220,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         save_state(self._outer, checkpoint, state.global_step, {**position, **self._data_facts})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leaves the run; `_finish` raises what ended it early, if there is a Trainer."""
+        """Leaves the run; if an error ended training early, `_finish` raises it, or this method without a Trainer."""
         if not (self._failure or self.stopped):
             self._bring_last_steps(state, control)
         self._end()
@@ -243,19 +245,19 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     # Steps of the above
 
     def _on_error(self) -> None:
-        """Tells the others at once: the process may live on, as in a notebook. One rank of several cannot do that."""
+        """Leaves the run at once, as the process may live on (in a notebook). Only on islands of one rank."""
         if self._need_session().island.size == 1 and not self._need_session().has_left:
             self._need_session().abandon()
             self._end()
 
     def _connect(self, folder: Path) -> BaseSession:
         if self._has_joined and not self._need_session().has_left:
-            self._need_session().abandon()  # a training ended in an error, of which the Trainer tells nobody
+            self._need_session().abandon()  # left from a training that raised, unknown to callbacks
             self._end()
         if self._session is None or self._session.has_left:
-            # A rank waits for its leader, who waits for other islands.
+            # A rank waits for its leader, which waits for other islands.
             island = IslandGroup(timeout=self.config.longest_wait)
-            abandon_last(self.config, island)  # as above, with another callback
+            abandon_last(self.config, island)  # likewise, from another callback
             self._session = open_session(self.config, island, self._stop.is_requested, self._session, folder)
             self._has_joined = False
         return self._session
@@ -282,14 +284,14 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         return self.outer_weights()
 
     def _finish(self, trainer: Trainer, finish: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's end of a training, of which it tells trackers; then raises what ended it early."""
+        """Runs the Trainer's `_finalize_training`, which logs to trackers; then raises what ended training early."""
         output = finish(*args, **kwargs)
         if self._failure:
             raise self._failure
         return output
 
     def _settle(self, state: TrainerState) -> None:
-        """Waits for the rounds under way."""
+        """Waits for the rounds in flight, and records them."""
         reports, self._unnoted = [*self._unnoted, *self._need_session().settle()], []
         for report in reports:
             self._need_record().sync(report, state.global_step)
@@ -303,7 +305,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         except MissedRoundError as error:
             self._on_missed(state, error)
         except (DivergedError, ExchangeError, ForgedError, DuplicateIslandError, UnsupportedError) as error:
-            if isinstance(error, DivergedError) and not error.is_state_sound:  # no checkpoint of it
+            if isinstance(error, DivergedError) and not error.is_state_sound:  # write no checkpoint of it
                 self._need_session().leave(finished=False, failed=True)
                 raise
             logger.error("%s", error)
@@ -316,7 +318,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             self._end_with_the_run(state, control)
 
     def _bring_last_steps(self, state: TrainerState, control: TrainerControl) -> None:
-        """Where rounds were missed, the last steps may be in none yet: one more takes them in, if the run has one."""
+        """After missed rounds, runs one more round for the last steps, unless the run is over."""
         if not self.config.meets_in_store or self._outer.on_boundary:
             return
         if self._need_session().is_over:
@@ -339,7 +341,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._need_record().miss(state.global_step, self._need_session(), error)
 
     def _end_with_the_run(self, state: TrainerState, control: TrainerControl) -> None:
-        """The other islands have completed the last round, of which this one has the result: the final model."""
+        """Ends training with the final model: the other islands have completed the run's last round."""
         self._outer.write_masters()
         logger.info(
             "the run's %d rounds are complete, after %d of this island's %d steps",

@@ -1,6 +1,6 @@
-"""The checkpoints of a training in their folder: how one becomes whole, or is given up, and which others then go.
+"""The checkpoints of a training in their folder: completing or abandoning one, and deleting old ones.
 
-No checkpoint goes before a newer one is whole, whatever the clock says.
+No checkpoint is deleted before a newer one is complete. File times play no part.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ logger = logging.getLogger("hf_diloco")
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 _LAST_WORD_SECONDS = 10.0
-"""How long a rank that failed waits for the others, which may still be writing, to tell them why."""
+"""How long a failed rank waits for the other ranks, which may still be writing, to report its error to them."""
 
 
 class CheckpointFolder:
     """The checkpoints of one training, each in `checkpoint-N` after N steps. Collective over the ranks.
 
     Args:
-        folder: where they are.
-        ranks: who write.
-        record: the file in a checkpoint that is written last. One that has it, and cannot be read, may be whole.
-        find_whole: the whole checkpoints in a folder, by step; asked on the leader.
-        find_needed: of the whole checkpoints in a folder those that stay besides, since other islands may have no
-            newer ones yet; by which of them this training has written.
-        deletes: whether this rank removes those that go, as one of each machine does.
-        begins_anew: those that are there are of an earlier training, which is told, and stay.
+        folder: the folder of the checkpoints.
+        ranks: the ranks that write.
+        record: the file in a checkpoint that is written last. An unreadable checkpoint with this file may be complete.
+        find_whole: returns the complete checkpoints in a folder; called on the leader only.
+        find_needed: returns further complete checkpoints to keep, because other islands may have no newer ones yet;
+            gets the folder and the checkpoints that this training has written.
+        deletes: whether this rank deletes files.
+        begins_anew: whether training starts from scratch: checkpoints found are then an earlier training's, are kept,
+            and a warning is logged.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class CheckpointFolder:
         self._earlier = self._find_earlier() if begins_anew and ranks.is_leader else set()
 
     def _find_earlier(self) -> set[Path]:
-        """What an earlier training has left: not this one's to delete."""
+        """Finds an earlier training's checkpoints, which this training must not delete."""
         whole = self._find_whole()
         if whole:
             logger.warning(
@@ -70,21 +71,21 @@ class CheckpointFolder:
         return {path for path in self._find_numbered() if not self._is_unfinished(path, whole)}
 
     def path(self, step: int) -> Path:
-        """The checkpoint of a step."""
+        """Returns the path of a step's checkpoint."""
         return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
     def begin(self, checkpoint: Path, write: Callable[[list[str]], object]) -> bool:
-        """Has others write their part of a checkpoint, in place of an earlier one of the same step.
+        """Writes the Trainer's or Accelerator's part of a checkpoint, replacing an earlier one of the same step.
 
         Args:
             checkpoint: the folder.
-            write: writes it, and adds to a list what cannot be written on this rank.
+            write: writes the part, and appends this rank's write failures to its argument.
 
         Returns:
-            Whether all ranks could. If not, that has been said.
+            Whether all ranks succeeded. If not, the failure has been logged.
 
         Raises:
-            CheckpointError: `write` has raised another error on another rank, which the message names.
+            CheckpointError: `write` raised another error on another rank, which the message names.
         """
         self._set_aside(checkpoint)
         failures: list[str] = []
@@ -104,7 +105,7 @@ class CheckpointFolder:
         return not met
 
     def _set_aside(self, checkpoint: Path) -> None:
-        """A checkpoint of this step stays until the new one is whole; what is left of an unfinished one goes."""
+        """Sets a checkpoint of this step aside until the new one is complete; deletes it if it is unfinished."""
         if self._ranks.is_leader and (checkpoint.is_dir() or checkpoint.is_symlink()):
             with suppress(OSError):
                 if self._is_unfinished(checkpoint, self._find_whole()):
@@ -117,17 +118,17 @@ class CheckpointFolder:
     def complete(
         self, checkpoint: Path, write: Callable[[Path], object], limit: int, best: Collection[Path] = ()
     ) -> bool:
-        """Makes a checkpoint whole; only then may others go.
+        """Completes a checkpoint, then deletes old ones.
 
         Args:
-            checkpoint: the newest.
-            write: writes what is missing into it, last the record that makes it whole. Raises `CheckpointError` on all
-                ranks if one cannot.
-            limit: as many whole checkpoints stay; 0: none goes.
-            best: what stays besides.
+            checkpoint: the newest checkpoint.
+            write: writes the missing files, and last the record that marks the checkpoint as complete. Raises
+                `CheckpointError` on all ranks if one rank fails.
+            limit: how many complete checkpoints to keep; 0 keeps all.
+            best: checkpoints to keep in any case.
 
         Returns:
-            Whether it is whole. If not, that has been said.
+            Whether the checkpoint is complete. If not, the failure has been logged.
         """
         try:
             write(checkpoint)
@@ -139,11 +140,11 @@ class CheckpointFolder:
             remove(set_aside_name(checkpoint))
         for path in self._ranks.from_leader(self._surplus(checkpoint, limit, best) if self._ranks.is_leader else []):
             if self._deletes:
-                remove(Path(path), first=self._record)  # what is left by whoever is killed here counts as unfinished
+                remove(Path(path), first=self._record)  # if killed here, the rest counts as unfinished
         return True
 
     def _abandon(self, checkpoint: Path, reason: str) -> None:
-        """Says that a checkpoint could not be written, and removes what there is of it."""
+        """Logs that a checkpoint could not be written, and removes its files."""
         remove(checkpoint)
         self._ranks.barrier()
         if not self._ranks.is_leader:
@@ -164,10 +165,11 @@ class CheckpointFolder:
         return {path for path in found if _CHECKPOINT.fullmatch(path.name)}
 
     def _surplus(self, newest: Path, limit: int, best: Collection[Path]) -> list[str]:
-        """Beyond the limit: the whole ones of the lowest steps, and what is older than all that stay, whole or not.
+        """Returns the checkpoints to delete: complete ones beyond the limit, and others older than all that are kept.
 
-        Those of later steps than this go first: they are left of an earlier training, of which this one went back.
-        So what cannot be read for a moment goes only where it would if it were read. What is unfinished goes at once.
+        Checkpoints of later steps than `newest` go first: training has resumed from a step before them. After these
+        the lowest steps go. An unreadable checkpoint, perhaps complete, goes only if it is older than all that are
+        kept. An unfinished one before `newest` goes at once.
         """
         if not limit:
             return []
@@ -188,7 +190,7 @@ class CheckpointFolder:
         return [str(path) for path in [*ranked[num_kept:], *others] if path not in kept]
 
     def _is_unfinished(self, checkpoint: Path, whole: Collection[Path]) -> bool:
-        """Whether whoever wrote it was killed; not where it cannot be read, perhaps for a moment."""
+        """Whether its writer was killed before completing it; False if it is unreadable, which may be temporary."""
         try:
             (checkpoint / self._record).stat()
         except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""What the Trainer does not hand its callbacks: itself, their list, and the checkpoint that it resumes from.
+"""Finds what the Trainer does not pass to its callbacks: itself, the callback list, and the resumed checkpoint.
 
-Whoever calls a callback is the one way there. Where it is not found, the callback does without.
+The only way is to inspect the callers' stack frames. If they are not found there, the callback does without.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ logger = logging.getLogger("hf_diloco")
 
 
 def move_before_trackers(callback: TrainerCallback) -> None:
-    """Puts `callback`, which is being called, ahead of the reporting integrations in the Trainer's list.
+    """Moves `callback`, which is being called, ahead of the reporting integrations in the Trainer's list.
 
-    The Trainer calls these before a user's callbacks. Where its list is not found, trackers miss `diloco/*`; the
-    island's own record does not.
+    The Trainer calls those before a user's callbacks. If its list is not found, trackers miss `diloco/*`; the island's
+    own record does not.
     """
     handler = _find_caller(CallbackHandler)
     if handler is None or callback not in handler.callbacks:
         logger.warning("cannot reach the Trainer's list of callbacks: trackers will not see diloco/* metrics")
         return
     handler.callbacks.remove(callback)
-    handler.callbacks.insert(1, callback)  # behind the DefaultFlowCallback, which decides what this step does
+    handler.callbacks.insert(1, callback)  # after DefaultFlowCallback, which decides whether to log, evaluate, save
 
 
 def find_trainer() -> Trainer | None:
-    """The Trainer that calls a callback, asked from within; None if it is not found."""
+    """Returns the Trainer that is calling the present callback; None if not found."""
     return _find_caller(Trainer)
 
 
 def find_resumed(args: TrainingArguments, step: int) -> Path:
-    """The checkpoint that the Trainer, which calls a callback, resumes from at `step`."""
+    """Returns the checkpoint from which the Trainer that is calling the present callback resumes at `step`."""
     for caller in _callers():
         checkpoint = caller.get("resume_from_checkpoint")
         if isinstance(caller.get("self"), Trainer) and isinstance(checkpoint, str | Path):
@@ -51,12 +51,12 @@ def find_resumed(args: TrainingArguments, step: int) -> Path:
 
 
 def _find_caller(kind: type[T]) -> T | None:
-    """The nearest caller that is a method of an object of `kind`."""
+    """Returns the `self` of the nearest caller that is a method of a `kind` object."""
     return next((caller["self"] for caller in _callers() if isinstance(caller.get("self"), kind)), None)
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:
-    """The local variables of this module's functions and of all that called them, the nearest first."""
+    """Yields the local variables of all frames on the stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         yield frame.f_locals

@@ -1,4 +1,4 @@
-"""The seam to the Hugging Face Trainer: meeting the other nodes, evaluating their mean, saving, stopping."""
+"""Integration with the Hugging Face Trainer: meeting the other nodes, evaluating their mean, saving, stopping."""
 
 from __future__ import annotations
 
@@ -53,29 +53,29 @@ from hf_diloco.utils.redact import redact
 logger = logging.getLogger("hf_diloco")
 
 _NOT_AVERAGED = ("_runtime", "_samples_per_second", "_steps_per_second")
-"""How names of metrics end that are not of the model."""
+"""Suffixes of metrics that do not describe the model."""
 
 
 class GossipCallback(RunCallback[NodeRecord]):
-    """Makes a Trainer one node of a graph, which averages with its neighbours after every step.
+    """Makes a Trainer one node of a graph. The node averages with its neighbours after every step.
 
         callback = GossipCallback(method="decentlam", topology="ring", num_nodes=8, node=3, rendezvous=url)
         optimizer = callback.make_optimizer(model, args)
         trainer = Trainer(model, args, ..., optimizers=(optimizer, None), callbacks=[callback])
 
-    What the Trainer evaluates is the mean over all nodes; so is the model inside `with callback.mean_weights()`.
+    The Trainer evaluates the mean over all nodes; the model also holds the mean inside `with callback.mean_weights()`.
     Checkpoints hold each node's own parameters and state. When this process is asked to stop (SIGTERM, SIGINT,
-    `stop`), all nodes finish the same step, write a checkpoint, and end. A lost neighbour's weight stays with the
-    node, which goes on.
+    `stop`), all nodes finish the same step, write a checkpoint, and end. When a neighbour is lost, the node adds the
+    neighbour's weight to its own and continues.
 
     Args:
-        config: the settings; or give them by name.
+        config: the settings; or give them as keyword arguments.
         fingerprint: further facts that must be equal on all nodes.
-        stop_file: a file whose existence asks for a clean end, as `stop` does.
-        num_eval_examples: of this node, where nodes evaluate different examples: metrics are then their weighted mean
-            over all nodes. Of several data sets by name, as `{"books": 120, "web": 900}`.
-        evaluates_at_end: has the Trainer evaluate after the last step, whatever `eval_strategy` is.
-        node: this node's neighbours, where they have met already.
+        stop_file: a file whose existence requests a clean stop, as `stop` does.
+        num_eval_examples: this node's number of evaluation examples, if nodes evaluate different examples: metrics are
+            then weighted means over all nodes. With several data sets, by name: `{"books": 120, "web": 900}`.
+        evaluates_at_end: makes the Trainer evaluate after the last step, whatever `eval_strategy` is.
+        node: this node's neighbours, if they have already met.
         **settings: `GossipConfig` fields, instead of `config`.
 
     Raises:
@@ -83,7 +83,7 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     Attributes:
         config: the settings.
-        stopped: training ended early because it was asked to.
+        stopped: whether training ended early on request.
     """
 
     _noun = "node"
@@ -113,7 +113,7 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     @property
     def node(self) -> NodeNeighbours:
-        """This node's end of the graph; the first use meets the other nodes."""
+        """This node's connection to its neighbours; the first use connects to the other nodes."""
         if self._node is None:
             self._node = open_node(self.config, self.topology, self._ranks)
         return self._node
@@ -128,7 +128,7 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     @property
     def optimizer(self) -> GossipOptimizer:
-        """What `make_optimizer` made."""
+        """The optimizer that `make_optimizer` returned."""
         if self._optimizer is None:
             raise UnsupportedError(
                 "the Trainer has an optimizer of its own, which averages with nobody: give it "
@@ -137,14 +137,14 @@ class GossipCallback(RunCallback[NodeRecord]):
         return self._optimizer
 
     def make_optimizer(self, model: torch.nn.Module, args: TrainingArguments) -> GossipOptimizer:
-        """The method's optimizer, with the arguments' learning rate and weight decay; moves the model to its device.
+        """Makes the method's optimizer with learning rate and weight decay of `args`; moves the model to its device.
 
-        As the Trainer does, weights are decayed, but neither biases nor norms; nor are these scaled by LARS.
+        As in the Trainer, weight decay does not apply to biases and norms. LARS does not scale these either.
 
         Raises:
-            ConfigError: a setting is out of its range.
-            UnsupportedError: parameters of several types or devices.
-            IslandLostError: neighbours did not come in time.
+            ConfigError: a setting is out of range.
+            UnsupportedError: the parameters have several dtypes or devices.
+            IslandLostError: neighbours did not connect in time.
         """
         model.to(args.device)
         groups = decayed_groups(model, args.weight_decay, lars=0.0)
@@ -158,47 +158,47 @@ class GossipCallback(RunCallback[NodeRecord]):
             slowmo=self.config.slowmo,
             **self.config.method_settings,
         )
-        vars(self).pop("_beginning", None)  # of an earlier optimizer
+        vars(self).pop("_beginning", None)  # it belongs to an earlier optimizer
         return self._optimizer
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
-        """Agrees with the other nodes on the step to resume from: the newest that a majority of them holds.
+        """Agrees with the other nodes on the step to resume from: the newest that a majority has a checkpoint of.
 
-        If no step has a majority, it is the newest that any node holds. Nodes without a checkpoint of that step enter
-        when training begins, with the mean of those that have one. Of a method whose nodes are not in step, each
-        begins with its own newest; of one whose nodes cannot enter (`pmsgd`), all must hold the step.
+        If no step has a majority, it is the newest that any node has. Nodes without a checkpoint of that step enter
+        when training begins, with the mean of the nodes that have one. If the method's nodes are not in step, each
+        resumes from its own newest. If nodes cannot enter (`pmsgd`), all must have a checkpoint of the step.
 
         Returns:
-            This node's checkpoint of that step. On a node that enters its newest earlier one, which gives the position
-            in the data, or None. None, too, if no node holds any.
+            This node's checkpoint of that step. On a node that enters, its newest earlier one, which gives the
+            position in the data, or None. None if no node has a checkpoint.
 
         Raises:
-            CheckpointError: nodes that cannot enter hold checkpoints, but of no common step.
+            CheckpointError: nodes that cannot enter have checkpoints, but of no common step.
         """
         return self._beginning.choose_checkpoint(sound_checkpoints(Path(output_dir), self._ranks))
 
     @property
     def entry_step(self) -> int | None:
-        """The step at which this node enters with the others' mean, after `common_checkpoint`; None if it need not."""
+        """The step at which this node enters with the others' mean, after `common_checkpoint`; None if it does not."""
         return self._beginning.entry_step
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
-        """Reads every file of a checkpoint that this node is to resume from.
+        """Reads and verifies every file of a checkpoint that this node is about to resume from.
 
         Raises:
-            CheckpointError: one is missing, or does not hold what was written to it; the message names it.
+            CheckpointError: a file is missing or corrupt; the message names it.
         """
         check_files(Path(checkpoint), self._ranks)
 
     @contextmanager
     def mean_weights(self) -> Iterator[None]:
-        """The model holds the mean over all nodes meanwhile. Collective over the nodes, and their ranks."""
+        """Puts the mean over all nodes into the model inside the block. Collective over all nodes and their ranks."""
         with self._need_view().shown():
             yield
 
     @property
     def nodes_in_mean(self) -> tuple[int, ...]:
-        """The nodes of which the last mean was; this one alone where none could be formed."""
+        """The nodes in the last mean; only this node if no mean could be formed."""
         return self._need_view().nodes
 
     def _need_view(self) -> MeanView:
@@ -214,12 +214,12 @@ class GossipCallback(RunCallback[NodeRecord]):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Makes sure that all nodes train the same thing, from the same beginning."""
+        """Checks that all nodes train the same thing from the same starting point."""
         trainer = find_trainer()
         move_before_trackers(self)
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
         optimizer, given = self.optimizer, kwargs["optimizer"]
-        inner = getattr(given, "optimizer", given)  # as accelerate wraps it
+        inner = getattr(given, "optimizer", given)  # inside Accelerate's wrapper
         if inner is not optimizer:
             raise UnsupportedError(
                 f"the Trainer steps a {type(inner).__name__}, which averages with nobody: give it "
@@ -227,7 +227,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             )
         model, node = kwargs["model"], self.node
         node.end = CommonEnd(*optimizer.exchanges)
-        if not (optimizer.is_in_step and optimizer.num_vectors):  # a wish to end need not spread step by step
+        if not (optimizer.is_in_step and optimizer.num_vectors):  # a stop request need not spread step by step
             node.end.window = 1
         node.rekey()
         if state.global_step:
@@ -244,7 +244,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             self._replace(trainer, "_evaluate", self._evaluate)
         passed = self._beginning.passed
         self._common_steps = CommonSteps(args, loader, with_others, self._evaluates_at_end, passed)
-        if is_back and with_others:  # the others go on meanwhile, and do not evaluate
+        if is_back and with_others:  # the others are training, and do not evaluate now
             self._replaced.enter_context(replaced(args, "eval_on_start", False))
         self._open_record(args, state, optimizer)
         if news:
@@ -252,11 +252,11 @@ class GossipCallback(RunCallback[NodeRecord]):
         node.stand("training")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Has what is known before the gradient travel behind forward and backward, in methods that know some."""
+        """Starts sending what does not depend on the gradient, to overlap it with forward and backward."""
         self.optimizer.begin_exchange()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Reports lost neighbours, and ends when all nodes do."""
+        """Reports lost neighbours, and ends training at the step at which all nodes end."""
         node, optimizer = self.node, self.optimizer
         node.standing.steps = state.global_step
         if not optimizer.is_in_step:
@@ -270,13 +270,13 @@ class GossipCallback(RunCallback[NodeRecord]):
             self._end_early(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Evaluates and saves after the steps at which the others do, wherever this node is in its data."""
+        """Evaluates and saves after the same steps as the other nodes, wherever this node is in its data."""
         assert self._common_steps is not None, "on_train_begin has not run"
         self._common_steps.end_epoch(state, control)
         super().on_epoch_end(args, state, control)
 
     def _for_trackers(self, record: NodeRecord, logs: dict[str, Any], state: TrainerState) -> dict[str, float]:
-        """`gossip/*`; metrics of an evaluation become those of all nodes."""
+        """Returns the `gossip/*` metrics; replaces an evaluation's metrics by those over all nodes."""
         if name_evaluated(logs) is None:
             return record.take_for_trackers(state.global_step) if is_of_training(logs) else {}
         self._combined = self._combine(logs)
@@ -286,10 +286,10 @@ class GossipCallback(RunCallback[NodeRecord]):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Records which weights were evaluated, and what that shows of other nodes."""
+        """Records the evaluation, and news of other nodes that it brought."""
         super().on_evaluate(args, state, control, **kwargs)
         if self._record:
-            self._record.tell_news(state.global_step)  # no step may follow, after which it would be told
+            self._record.tell_news(state.global_step)  # there may be no later step to report it
 
     def _about_weights(self, metrics: dict[str, float]) -> dict[str, Any]:
         metrics.update({name: value for name, value in self._combined.items() if name in metrics})
@@ -298,13 +298,13 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     @property
     def _shown_distance(self) -> float | None:
-        """The nodes' distance from their mean, if the model holds that."""
+        """The nodes' distance from their mean, if the model holds the mean."""
         return self._view.consensus_distance if self._view is not None and self._view.is_on else None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Marks the checkpoint as whole."""
+        """Marks the checkpoint as complete."""
         self._ranks.barrier()
-        self.node.rekey()  # as who resumes from here does, and as neighbours do whose checkpoint was written
+        self.node.rekey()  # as on resuming from here, and as neighbours do when they save
         self._need_record().mix(state.global_step)
         super().on_save(args, state, control, **kwargs)
 
@@ -339,7 +339,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         return self.mean_weights() if self in trainer.callback_handler.callbacks else nullcontext()
 
     def _combine(self, logs: dict[str, Any]) -> dict[str, float]:
-        """Metrics of all nodes' shares of the evaluation data, weighted by their sizes."""
+        """Averages the metrics over all nodes, weighted by their numbers of evaluation examples."""
         if self._num_eval_examples is None:
             return {}
         numbers = floats(logs)
@@ -347,7 +347,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         weight = float(eval_size(self._num_eval_examples, name_evaluated(logs)))
         sums = torch.tensor([*(numbers[name] * weight for name in names), weight])
         try:
-            if self._need_view().has_failed:  # an average that comes later may be that of the next evaluation
+            if self._need_view().has_failed:  # a late average may belong to the next evaluation
                 raise IslandLostError("nor is there one of their weights")
             if not are_equal(self.node, "\n".join(names)):
                 logger.warning("nodes measure different things: this one's %s are of its own data", ", ".join(names))

@@ -1,8 +1,8 @@
-"""How a node begins to train: settings that fit, the same on all nodes, and from which checkpoint or whose mean; and
-after which steps it then evaluates and saves, as the others do.
+"""How a gossip node begins to train: checks that all nodes have equal settings, chooses the checkpoint to resume from
+or the mean to enter with, and aligns evaluations and saves with the other nodes.
 
-Nodes that were lost before a run ended hold older checkpoints than the others, or none. All nodes are here when they
-agree on the step to resume from, so no two parts of them can choose differently.
+Nodes that were lost before a run ended have older checkpoints than the others, or none. All nodes are present when
+they agree on the step to resume from, so no two groups of nodes can choose differently.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ logger = logging.getLogger("hf_diloco")
 
 
 def check_gossip(config: GossipConfig) -> Topology:
-    """The graph, if the method exists, has these settings, and converges on it.
+    """Returns the graph, after checking that the method exists, has these settings, and converges on the graph.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: a check failed.
     """
     topology = make_topology(config.topology, config.num_nodes, config.topology_seed)
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -84,14 +84,14 @@ class Beginning:
 
     Args:
         config: the settings.
-        topology: the graph that they name.
+        topology: the graph that the settings name.
         facts: further facts that must be equal on all nodes.
-        node: this node's end of the graph.
-        optimizer: the method's.
+        node: this node's connection to its neighbours.
+        optimizer: the method's optimizer.
 
     Attributes:
-        life: tells this training, on all nodes, from earlier ones, after which all may have gone back.
-        passed: the step up to which some nodes have evaluated, where others go on from an earlier one; else 0.
+        life: an id of this training, equal on all nodes, that distinguishes it from earlier trainings.
+        passed: the newest step of any node, up to which it has evaluated, if nodes start at different steps; else 0.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class Beginning:
         """See `GossipCallback.common_checkpoint`.
 
         Args:
-            mine: this node's whole checkpoints, by step.
+            mine: this node's complete checkpoints, by step.
         """
-        if self._node.is_returning:  # the others go on meanwhile: it gives the position in the data, and such
+        if self._node.is_returning:  # the others are training: only for the position in the data
             return self._newest_of_run(mine)
         records = self._node.share("checkpoints", {"held": lives_of(mine)})
         with self._refusing_together():
@@ -133,7 +133,7 @@ class Beginning:
         return mine[max(before)] if before else None
 
     def _newest_of_run(self, mine: Mapping[int, Path]) -> Path | None:
-        """The newest but for those that are left of an earlier life, of later steps than all have gone back to."""
+        """Returns the newest checkpoint, ignoring those of an earlier `life` beyond the step that all went back to."""
         others = self._node.recall("join")
         if others and self._optimizer.is_in_step:
             begun, life = whole_number(others[0], "step", others[0]["node"]), others[0].get("life")
@@ -142,26 +142,26 @@ class Beginning:
 
     @property
     def entry_step(self) -> int | None:
-        """The step at which this node enters with the others' mean; None if it need not."""
+        """The step at which this node enters with the others' mean; None if it does not."""
         resumption = self._resumption
         return resumption.step if resumption and self._config.node in resumption.late else None
 
     def begin(
         self, model: torch.nn.Module, state: TrainerState, scheduler: Any, folder: Path, arguments: Facts
     ) -> str:
-        """Makes sure that all nodes train the same thing, from the same beginning. Collective over the nodes.
+        """Checks that all nodes train the same thing from the same starting point. Collective over the nodes.
 
-        A further training that resumes from no checkpoint goes on from the parameters that each node has.
+        A second training without a checkpoint continues from each node's present parameters.
 
         Args:
-            model: whose parameters the optimizer has.
-            state: the Trainer's; a node that enters with the others' mean goes on from their step.
-            scheduler: of the learning rate, moved to that step.
-            folder: to which this node writes.
-            arguments: of the Trainer that must be equal on all nodes; see `gossip_facts`.
+            model: the model whose parameters the optimizer updates.
+            state: the Trainer's state; a node that enters with the others' mean takes over their step.
+            scheduler: the learning-rate schedule, moved to that step.
+            folder: the folder this node writes to.
+            arguments: facts of the Trainer's arguments that must be equal on all nodes; see `gossip_facts`.
 
         Returns:
-            What is to be recorded about nodes that enter; empty: nothing.
+            News about nodes that enter, for the record; empty if none do.
 
         Raises:
             FingerprintError: the nodes train different things, or from different steps.
@@ -180,7 +180,7 @@ class Beginning:
         return news
 
     def _return(self, facts: Facts, place: Record, state: TrainerState, scheduler: Any) -> None:
-        """Takes part again in a run that went on: from the neighbours' mean, at their step, with no momentum."""
+        """Rejoins a run that continued: from the neighbours' mean, at their step, with no momentum."""
         self._optimizer.check_entry()
         others = self._node.recall("join")
         for record in others:
@@ -202,7 +202,7 @@ class Beginning:
         )
 
     def _let_in_late(self, model: torch.nn.Module, state: TrainerState, scheduler: Any) -> None:
-        """Gives nodes without a checkpoint of the step that all go on from the mean of those that have one."""
+        """Initializes nodes without a checkpoint of the common step with the mean of the nodes that have one."""
         resumption = self._resumption
         if resumption is None or not resumption.late:
             return
@@ -220,13 +220,13 @@ class Beginning:
         _forget_evaluations(state)
 
     def _begin_at(self, enter: Callable[[torch.Tensor], int], state: TrainerState, scheduler: Any) -> None:
-        """See `GossipOptimizer.begin_at`; Trainer and schedule go on from that step."""
+        """Calls `GossipOptimizer.begin_at`; moves the Trainer and the schedule to the step it returns."""
         state.global_step = self._optimizer.begin_at(enter)
         if not move_schedule(scheduler, state.global_step):
             logger.warning("%s cannot be moved on: the learning rate begins anew", type(scheduler).__name__)
 
     def _compare(self, facts: Facts, place: Record, model: torch.nn.Module, state: TrainerState) -> None:
-        """Raises `FingerprintError` unless all nodes train the same thing from the same point."""
+        """Raises `FingerprintError` unless all nodes train the same thing from the same starting point."""
         facts, step = dict(facts), self.entry_step or state.global_step
         if self._optimizer.is_in_step:
             facts["step"] = step
@@ -248,24 +248,24 @@ class Beginning:
 
     @contextmanager
     def _refusing_together(self) -> Iterator[None]:
-        """Within, each node checks the records of all. If it refuses them, it ends only when all have read them.
+        """Delays an error raised inside, where each node checks all records, until all nodes have read the records.
 
-        Node 0 may keep the store: were it to end first, the others could not read why.
+        Node 0 may host the store: if it exited first, the others could not read the reason.
         """
         try:
             yield
         except DiLoCoError:
-            with suppress(DiLoCoError):  # another one has ended
+            with suppress(DiLoCoError):  # another node has exited
                 self._node.share("refused", {})
             raise
 
     @property
     def _base_rates(self) -> list[float]:
-        """The learning rate that the schedule of each parameter group multiplies."""
+        """The base learning rate of each parameter group, which the schedule multiplies."""
         return [float(group.get("initial_lr", group["lr"])) for group in self._optimizer.param_groups]
 
     def _tell_rates(self, records: Sequence[Record]) -> None:
-        """Warns if this node, which enters, has another learning rate than those whose checkpoints hold theirs."""
+        """Warns if this entering node's learning rate differs from the rates in the other nodes' checkpoints."""
         mine, others = self._base_rates, [record["rates"] for record in records if "rates" in record]
         if others and mine not in others:
             logger.warning(
@@ -277,24 +277,24 @@ class Beginning:
             )
 
     def _note(self, records: Sequence[Record]) -> None:
-        """What nodes say of this training, node 0 first: it does not return."""
+        """Sets `life` and `passed` from the nodes' records, node 0's first: node 0 never returns to a run."""
         self.life = str(records[0].get("life", "")) if records else ""
         steps = [whole_number(record, "step", record["node"]) for record in records]
         self.passed = max(steps) if len(set(steps)) > 1 else 0
 
 
 class CommonSteps:
-    """What is changed in the Trainer's plan for a node that begins apart from the others.
+    """Makes a node evaluate and save after the same steps as the others, even if it started apart from them.
 
-    One that has entered is elsewhere in its data, so its own epochs end after other steps. What is to be done after
-    epochs is done after the steps at which those of the others end.
+    A node that has entered is at another position in its data, so its epochs end after other steps. It does the work
+    due at epoch ends at the steps at which the others' epochs end.
 
     Args:
-        args: of the Trainer.
-        loader: of the training data.
-        with_others: an evaluation takes a mean over all nodes.
-        evaluates_at_end: the Trainer is to evaluate after the last step, whatever its arguments say.
-        passed: the step up to which other nodes have evaluated already: they come to no mean of these steps.
+        args: the Trainer's arguments.
+        loader: the loader of the training data.
+        with_others: whether an evaluation takes a mean over all nodes.
+        evaluates_at_end: whether to evaluate after the last step, whatever `args` say.
+        passed: the step up to which other nodes have already evaluated: they join no mean of these steps.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class CommonSteps:
         self._passed = passed if with_others else 0
 
     def end_step(self, state: TrainerState, control: TrainerControl) -> None:
-        """What follows a step."""
+        """Decides whether to save and evaluate after a step."""
         step, is_last = state.global_step, state.global_step >= state.max_steps
         if (self._saves or self._evaluates) and (is_last or step % self._steps_per_epoch == 0):
             control.should_save |= self._saves
@@ -320,15 +320,15 @@ class CommonSteps:
         control.should_evaluate &= step > self._passed
 
     def end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
-        """What follows an epoch of this node's own; called before other callbacks ask for more."""
+        """Cancels saves and evaluations at the end of this node's own epochs; called before other callbacks ask."""
         control.should_save &= not self._saves
         control.should_evaluate &= not self._evaluates and state.global_step > self._passed
 
 
 def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:
-    """What must be equal at any step, by the name that an error message gives it."""
+    """Returns the facts that must be equal on all nodes at any step, by their names in error messages."""
     if is_own(config.topology):
-        graph = identify(config.topology)  # the weights of some steps do not tell those of later ones
+        graph = identify(config.topology)  # a user's graph may change at any step: compare its source
     else:
         weights = [topology.weights(step).tobytes() for step in range(topology.period or 1)]
         graph = xxhash.xxh3_64_hexdigest(b"".join(weights))
@@ -353,7 +353,7 @@ def _check_folders(records: Sequence[Record]) -> None:
 
 
 def _forget_evaluations(state: TrainerState) -> None:
-    """Of this step: those of holders are of another mean, and nodes that enter have none. All evaluate again."""
+    """Drops evaluations of this step, so that all nodes evaluate again: the holders' are of another mean."""
     from hf_diloco.trainer.arguments import name_evaluated
 
     state.log_history = [
@@ -362,7 +362,7 @@ def _forget_evaluations(state: TrainerState) -> None:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """A digest of the bits of all trainable parameters."""
+    """Returns a digest of the bits of all trainable parameters."""
     digest = xxhash.xxh3_64()
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Which settings of its configuration DeepSpeed reads: it ignores all others without a word."""
+"""Finds settings in DeepSpeed's configuration that DeepSpeed silently ignores."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ READ_BY_NAME = (
     *("optimizer", "scheduler", "data_types", "torch_autocast", "checkpoint", "activation_checkpointing"),
     "flops_profiler",
 )
-"""Blocks of which DeepSpeed reads some settings, and ignores all others without a word."""
+"""Blocks in which DeepSpeed reads the settings it knows, and silently ignores all others."""
 
 _READ_ELSEWHERE = ("sequence_parallel_size", "msamp")
-"""Settings that DeepSpeed, or Accelerate, reads at other times than the rest."""
+"""Settings that DeepSpeed or Accelerate reads elsewhere."""
 
 
 def warn_of_ignored(plugin: Any) -> None:
-    """Warns of settings that DeepSpeed ignores, which may be typing errors, or another tool's.
+    """Warns about settings that DeepSpeed ignores: perhaps typos, or settings of another tool.
 
     Args:
-        plugin: Accelerate's `DeepSpeedPlugin`, whose configuration DeepSpeed has taken; None: there is no DeepSpeed.
+        plugin: Accelerate's `DeepSpeedPlugin`, whose configuration DeepSpeed has accepted; None without DeepSpeed.
     """
     if plugin is None:
         return
@@ -35,7 +35,7 @@ def warn_of_ignored(plugin: Any) -> None:
     asked = Asked.of_config(copy.deepcopy(plugin.deepspeed_config))
     try:
         DeepSpeedConfig(asked)
-    except Exception as error:  # it has taken it, in other circumstances
+    except Exception as error:  # DeepSpeed has accepted it before, in other circumstances
         logger.debug("DeepSpeed does not read its configuration again: %s", error)
         return
     if found := "; ".join(asked.unknown()):
@@ -43,21 +43,21 @@ def warn_of_ignored(plugin: Any) -> None:
 
 
 class Asked(dict[str, Any]):
-    """A block of the configuration that notes which settings DeepSpeed asks for: it has no list of them.
+    """A block of the configuration that records which settings DeepSpeed reads, as DeepSpeed has no list of them.
 
     Args:
         values: the block.
-        blocks: in it, that note the same.
+        blocks: nested blocks that also record reads.
     """
 
     def __init__(self, values: Mapping[str, Any], blocks: Mapping[str, Asked] | None = None) -> None:
         self._blocks = blocks or {}
-        self._known: dict[str, Any] = {}  # with the defaults that are known
+        self._known: dict[str, Any] = {}  # keys read, with their defaults if known
         super().__init__({**values, **self._blocks})
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Asked:
-        """A whole configuration."""
+        """Wraps a whole configuration."""
         return cls(config, {name: cls(config[name]) for name in READ_BY_NAME if isinstance(config.get(name), Mapping)})
 
     def __contains__(self, key: Any) -> bool:
@@ -69,16 +69,16 @@ class Asked(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value; notes the key and its default."""
+        """Returns the value; records the key and its default."""
         self._known[key] = default
         return super().get(key, default)
 
     def keys(self) -> Any:
-        """Itself, of which one may ask whether a key is in it."""
+        """Returns this object, so that `key in block.keys()` is recorded, too."""
         return self
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Settings that DeepSpeed has not asked for, and so would ignore; but for comments, as `_comment`."""
+        """Yields a message for each setting that DeepSpeed has not read, except comments such as `_comment`."""
         known = {*self._known, *_READ_ELSEWHERE} if not prefix else self._known
         for key, value in self.items():
             if key not in known and key[:1].isalpha():
@@ -88,7 +88,7 @@ class Asked(dict[str, Any]):
             yield from block.unknown(f"{name}.")
 
     def wrong_types(self, prefix: str = "") -> Iterator[str]:
-        """Text, or nothing, in the place of a number, true or false: any text counts as true to DeepSpeed."""
+        """Yields a message for each string or null in place of a number or bool: to DeepSpeed any string is true."""
         for key, default in self._known.items():
             value = super().get(key, default)
             if isinstance(default, bool | int | float) and isinstance(value, str | None):

@@ -1,4 +1,4 @@
-"""The seam to a hand-written Accelerate loop, in the shape of Accelerate's `LocalSGD`."""
+"""Integration with a hand-written Accelerate loop, modelled on Accelerate's `LocalSGD`."""
 
 from __future__ import annotations
 
@@ -45,33 +45,33 @@ class OuterLoop(HasOuterWeights):
                     ...; optimizer.step(); optimizer.zero_grad(); outer.step()
 
     Args:
-        accelerator: what prepared `model` and `optimizer`.
+        accelerator: the Accelerator that prepared `model` and `optimizer`.
         model: the prepared model.
         optimizer: the prepared optimizer.
         config: the outer loop's settings; default: `DiLoCoConfig()`.
         fingerprint: further facts that must be equal on all islands.
         output_dir: where this island writes checkpoints and `metrics.jsonl`, different on every island of a machine.
             Without it the record is in the launcher's folder, if `hf-diloco launch` started this process.
-        resume_from: a folder that `save_state` wrote to; load all else from it first. See `common_checkpoint` for what
-            `save_checkpoint` wrote.
-        num_steps: optimizer steps that the loop is to take; islands that give unequal numbers are refused.
-        num_rounds: rounds that the run is to have, where islands come and go; see `is_over`. Default: as many as
-            `num_steps` make, or no limit; `outer_momentum: auto` then takes it that there are many.
+        resume_from: a folder that `save_state` wrote to; load everything else from it first. For checkpoints of
+            `save_checkpoint` see `common_checkpoint`.
+        num_steps: optimizer steps that the loop takes; must be equal on all islands.
+        num_rounds: the run's number of rounds, where islands come and go; see `is_over`. Default: the number of
+            rounds in `num_steps`, else no limit; without a limit `outer_momentum: auto` assumes many rounds.
 
     Raises:
-        TypeError: an argument is of another kind.
-        ConfigError: `optimizer` was not prepared, or trains another model; a count is no whole number; on entering:
-            the Accelerator has a setting that does not go with the outer loop.
+        TypeError: an argument has the wrong type.
+        ConfigError: `optimizer` was not prepared, or trains another model; a count is not a positive integer; on
+            entering: the Accelerator has a setting that the outer loop does not support.
         RendezvousError, FingerprintError, UnsupportedError, CheckpointError: on entering.
 
     Attributes:
-        global_step: optimizer steps taken, with those before a resume.
-        report: the last round's figures, or None before the first.
-        stopped: the loop ends early because it was asked to, see `should_stop`.
+        global_step: optimizer steps taken, including those before a resume.
+        report: the last round's figures; None before the first round.
+        stopped: whether the loop ends early on request; see `should_stop`.
     """
 
     _shown: ClassVar[OuterLoop | None] = None
-    """The loop that the launcher sees, of several that a script has at a time: the first."""
+    """The loop whose progress the launcher shows: the first, if a script has several at a time."""
     NOT_BEGUN = "OuterLoop is a context manager: use it as `with OuterLoop(...) as outer:`"
 
     def __init__(
@@ -96,7 +96,7 @@ class OuterLoop(HasOuterWeights):
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
         self._facts: Facts = facts_given(fingerprint)
-        self._output_dir = Path(output_dir).absolute() if output_dir else None  # a script may change its folder
+        self._output_dir = Path(output_dir).absolute() if output_dir else None  # before a script changes directory
         self._folder = self._output_dir or Path(f"island-{self.config.island}").absolute()
         self._resume_from = Path(resume_from) if resume_from else None
         self._num_steps = check_count("num_steps", num_steps)
@@ -110,7 +110,7 @@ class OuterLoop(HasOuterWeights):
         self._record = IslandRecord(None)
         self._progress: Progress | None = None
         self._speed = Speed()
-        self._seen = 0.0  # since the last step, of what `weight_by` counts
+        self._seen = 0.0  # examples or tokens since the last optimizer step, for `weight_by`
 
     def common_checkpoint(self) -> Path | None:
         """Meets the other islands, and agrees on the round to resume from. Call it on all ranks, before the `with`.
@@ -120,12 +120,12 @@ class OuterLoop(HasOuterWeights):
             with outer: ...
 
         Returns:
-            Of the checkpoints that `save_checkpoint` wrote to `output_dir` the newest whole one of the newest round
-            that all islands hold, from which the loop then goes on; None to begin anew. Where islands come and go it
-            is this island's newest.
+            The checkpoint that the loop then resumes from: of those that `save_checkpoint` wrote to `output_dir`, the
+            newest complete one of the newest round that all islands have a checkpoint of. Where islands come and go,
+            this island's newest. None to start from scratch.
 
         Raises:
-            CheckpointError: the islands hold checkpoints, but of no common round.
+            CheckpointError: the islands have checkpoints, but of no common round.
         """
         if self._checkpoints is not None:
             raise ConfigError("common_checkpoint() within the `with` block of OuterLoop: call it before")
@@ -165,7 +165,7 @@ class OuterLoop(HasOuterWeights):
         if session.is_over and self.global_step != self._num_steps:
             text = "the run at %s ended with round %d: for another one give another rendezvous"
             logger.warning(text, self.config.rendezvous, session.outer.round)
-        if session.is_due(is_last=self._has_taken_all):  # the checkpoint was written when it could not take place
+        if session.is_due(is_last=self._has_taken_all):  # a round was due at the checkpoint, but failed
             self._try_advance(session, is_last=self._has_taken_all)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: Any) -> None:
@@ -188,7 +188,7 @@ class OuterLoop(HasOuterWeights):
         session.leave(finished=not self.stopped)
 
     def _fail(self, error: BaseException) -> None:
-        """Leaves the run. Where an error may be this rank's alone, the others of its island may be anywhere."""
+        """Leaves the run. If only this rank may have failed, it does not wait for the island's other ranks."""
         session = self._need_session()
         is_alone = session.island.size > 1 and not self._has_failed_together
         self._stop.uninstall(waits=not is_alone)
@@ -203,7 +203,7 @@ class OuterLoop(HasOuterWeights):
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
-        """Before the first step and after the last the loop has no other end, also where one interrupts a wait."""
+        """Calls `_fail` on errors and interrupts before the first step and after the last: `__exit__` does not."""
         try:
             yield
         except BaseException as error:
@@ -216,20 +216,20 @@ class OuterLoop(HasOuterWeights):
         return self._need_session().outer.on_boundary
 
     def step(self, weight: float | None = None) -> SyncReport | None:
-        """Counts an optimizer step and, when the round is due, synchronises. Call it after `optimizer.step()`.
+        """Counts an optimizer step and synchronises if a round is due. Call it after `optimizer.step()`.
 
-        Steps that only accumulate gradients do not count.
+        Calls during gradient accumulation do not count as steps.
 
         Args:
-            weight: examples or tokens that this step saw on all ranks; required unless `weight_by` is "uniform".
+            weight: examples or tokens of this step, over all ranks; required unless `weight_by` is "uniform".
 
         Returns:
             The figures of the round that ended with this step, if one did.
 
         Raises:
-            ExchangeError: an island was lost; nothing was changed, `save_state` still works.
-            ConfigError: the weight is missing, negative or not finite; or the loop has ended; or the model shows the
-                outer parameters.
+            ExchangeError: an island was lost; the state is unchanged, and `save_state` still works.
+            ConfigError: the weight is missing, negative or not finite; or the loop has ended; or the call is inside
+                `outer_weights()`.
         """
         session = self._need_session()
         if session.has_left:
@@ -261,14 +261,15 @@ class OuterLoop(HasOuterWeights):
 
     @property
     def _has_taken_all(self) -> bool:
-        """Whether the last step was that of a loop of known length."""
+        """Whether all `num_steps` steps are taken."""
         return self.global_step == self._num_steps
 
     def should_stop(self) -> bool:
-        """Whether this island was asked to end: by SIGTERM or Ctrl-C, also of `hf-diloco launch`.
+        """Whether this island was asked to stop: by SIGTERM or Ctrl-C, sent to it or to `hf-diloco launch`.
 
-        Call it after each `step()`, on all ranks: all learn it after the same optimizer step. Where it is true, save,
-        and leave the loop. From the first call on the signals no longer end the process; a second Ctrl-C does.
+        Call it after each `step()`, on all ranks: all get the same answer after the same optimizer step. If it is
+        true, save and leave the loop. After the first call, these signals no longer end the process; a second Ctrl-C
+        does.
         """
         session = self._need_session()
         if session.has_left:
@@ -282,43 +283,44 @@ class OuterLoop(HasOuterWeights):
         return self.stopped
 
     def _is_asked_to_stop(self) -> bool:
-        """Whether a wait for other islands is to end."""
+        """Whether to stop waiting for other islands."""
         return self._heeds_stop and self._stop.is_requested()
 
     @property
     def is_over(self) -> bool:
-        """Whether the run's last round is complete: time to end the loop, which adds nothing more to it."""
+        """Whether the run's last round is complete. End the loop then: further steps do not count."""
         return self._need_session().is_over
 
     def save_state(self, folder: str | Path) -> None:
-        """Writes the outer state alone into `folder`; call it on all ranks, beside what saves all else.
+        """Writes only the outer state into `folder`. Call it on all ranks; save everything else yourself.
 
         Raises:
-            CheckpointError: it cannot be written; on every rank. Training can go on.
-            ConfigError: the model shows the outer parameters.
+            CheckpointError: on every rank, if one cannot write. Training can continue.
+            ConfigError: the call is inside `outer_weights()`.
         """
         self._settle("save_state")
         self._write_outer(Path(folder), is_last=False)
         self._note_saved(Path(folder))
 
     def save_checkpoint(self, limit: int | None = None, write: Callable[[Path], object] | None = None) -> Path | None:
-        """Writes `output_dir`/checkpoint-N after N steps, whole or not at all, for `common_checkpoint`.
+        """Writes `output_dir`/checkpoint-N after N steps, atomically, for `common_checkpoint`.
 
-        Call it on all ranks, after `step()`. It holds what `accelerator.save_state` writes, and the outer state.
+        Call it on all ranks, after `step()`. The checkpoint holds the files of `accelerator.save_state` and the outer
+        state.
 
         Args:
-            limit: as many checkpoints stay, the newest, and over `tcp://` one of an earlier round, to which all
-                islands may have to go back. Default: all stay.
-            write: writes model, optimizer and data position into a folder, in place of `accelerator.save_state`.
-                Called on all ranks.
+            limit: how many checkpoints to keep: the newest, and over `tcp://` one of an earlier round, to which all
+                islands may have to go back. Default: keep all.
+            write: called on all ranks in place of `accelerator.save_state`, to write model, optimizer and data
+                position into a folder.
 
         Returns:
-            The checkpoint; None if it cannot be written, which is logged. Training can go on.
+            The checkpoint; None if it cannot be written, which is logged. Training can continue.
 
         Raises:
-            CheckpointError: `write` has raised an error on another rank, which the message names.
-            ConfigError: the limit is no whole number; the Accelerator names its checkpoints itself; or the model shows
-                the outer parameters.
+            CheckpointError: `write` raised an error on another rank, which the message names.
+            ConfigError: the limit is not a positive integer; the Accelerator names its checkpoints itself; or the call
+                is inside `outer_weights()`.
         """
         if self._checkpoints is None:
             raise ConfigError(self.NOT_BEGUN)
@@ -375,7 +377,7 @@ class OuterLoop(HasOuterWeights):
             self._accelerator.log(self._record.take_for_trackers(), step=self.global_step)
 
     def _show_progress(self) -> None:
-        """Opens the island's record, and has the launcher see how far the loop is."""
+        """Opens the island's record, and reports the loop's progress to the launcher."""
         folder = launchers_folder() if OuterLoop._shown is None else None
         record = self._output_dir or folder
         self._record = IslandRecord(record)

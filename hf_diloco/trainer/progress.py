@@ -1,4 +1,4 @@
-"""What an island leaves in its folder for the launcher, which reads it a few times a second: progress.json."""
+"""Writes `progress.json`, the island's progress, which the launcher reads a few times per second."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _URGENT = ("state", "message", "can_stop")
 
 
 def launchers_folder() -> Path | None:
-    """Where `hf-diloco launch -- COMMAND` looks for what the island of this process says; None without one."""
+    """Returns the folder from which `hf-diloco launch -- COMMAND` reads this island's files; None without launcher."""
     folder = os.environ.get(ENV_FOLDER)
     return Path(folder) if folder else None
 
 
 class Progress:
-    """`progress.json` of one island, replaced whole, at most four times a second while the state stays the same.
+    """`progress.json` of one island, replaced atomically, at most four times per second while the state is the same.
 
     Args:
-        folder: where it lies.
-        max_steps: of the run.
-        enabled: whether it is written.
-        unit: what is counted.
-        record: the folder of the island's record, if that is another.
-        noun: what the island is called, where the launcher does not know it.
-        can_stop: whether it ends with a checkpoint when it is asked to.
+        folder: the folder of the file.
+        max_steps: the run's number of steps.
+        enabled: whether to write the file.
+        unit: the unit of the speed, such as "tokens".
+        record: the folder of the island's record, if different.
+        noun: what to call the participant, if the launcher does not know: "island" or "node".
+        can_stop: whether the island stops with a checkpoint on request.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Progress:
             self._values["record"] = str(record.absolute())
 
     def update(self, **values: Any) -> None:
-        """Changes some values; what is new of those that tell the launcher what to do is written at once."""
+        """Updates some values. Changes of `state`, `message` and `can_stop` are written immediately."""
         values = redact(values)
         urgent = any(self._values[key] != values.get(key, self._values[key]) for key in _URGENT)
         self._values.update(values)
@@ -86,34 +86,34 @@ class Progress:
 
 
 class Speed:
-    """How many tokens, or whatever is counted, the last steps took a second. Time counts from when it is made."""
+    """Tokens (or other units) per second over the last 20 steps. Time counts from construction or `restart`."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, float]] = deque(maxlen=_STEPS_OF_RATE + 1)
         self.restart()
 
     def restart(self) -> None:
-        """A pause has ended, which is none of the speed."""
+        """Starts measuring anew, after a pause that must not count."""
         self._marks.clear()
         self._marks.append((time.monotonic(), 0.0))
 
     def count(self, amount: float) -> float:
-        """A step has ended, of this many tokens or the like; returns how many a second there were."""
+        """Counts a step of `amount` tokens or other units; returns the units per second."""
         self._marks.append((time.monotonic(), self._marks[-1][1] + amount))
         (begun, before), (now, total) = self._marks[0], self._marks[-1]
         return (total - before) / max(now - begun, 1e-9)
 
 
 class RunFilesCallback(TrainerCallback):
-    """Keeps `progress.json`, and may let training end with an evaluation.
+    """Updates `progress.json`, and optionally evaluates after the last step.
 
     Args:
-        progress: where to.
-        rounds: gives the number of rounds completed.
-        sync_every: inner steps between rounds; 0 for none.
-        tokens_per_step: of the whole island.
-        was_stopped: of a user's own script, whose training is left as it is: whether it ended because it was asked to.
-        evaluates_at_end: lets training end with an evaluation, but not in a script.
+        progress: the progress file to update.
+        rounds: returns the number of completed rounds.
+        sync_every: inner steps between rounds; 0 without rounds.
+        tokens_per_step: tokens (or other units) per step of the whole island.
+        was_stopped: in a user's own script: returns whether training ended on request. None in a run file's training.
+        evaluates_at_end: whether to evaluate after the last step; ignored in a user's own script.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class RunFilesCallback(TrainerCallback):
 
     @property
     def is_in_script(self) -> bool:
-        """Whether it is a user's own script's."""
+        """Whether a user's own script trains, instead of a run file."""
         return self._was_stopped is not None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Training begins."""
+        """Reports that training begins."""
         self._is_training = True
         self._speed.restart()
         self._update(state, state="training", message="", max_steps=state.max_steps)  # a script may train again
@@ -148,12 +148,12 @@ class RunFilesCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Says that the islands synchronise, before they do."""
+        """Reports a synchronisation before it begins."""
         if self._sync_every and (state.global_step + 1) % self._sync_every == 0:
             self._update(state, state="syncing")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Counts, and lets training end with an evaluation."""
+        """Updates step and speed; requests an evaluation after the last step if asked to."""
         if self._evaluates_at_end and state.global_step >= state.max_steps:
             control.should_evaluate = True
         rate = self._speed.count(self._tokens_per_step)
@@ -161,21 +161,21 @@ class RunFilesCallback(TrainerCallback):
         self._update(state, state=now, tokens_per_second=rate)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keeps the last loss."""
+        """Reports the loss."""
         logs = kwargs.get("logs") or {}
         if "loss" in logs:
             self._update(state, loss=float(logs["loss"]))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Evaluation has ended."""
+        """Reports that an evaluation has ended."""
         self._resume(state, "saving" if control.should_save else "training")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A checkpoint is on disk."""
+        """Reports that a checkpoint has been saved."""
         self._resume(state, "training")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Training has ended, and nobody else says when all is done."""
+        """Reports the final state in a user's own script; with a run file, the caller reports it."""
         self._is_training = not self.is_in_script
         if self._was_stopped is not None:
             self._update(state, state="stopped" if self._was_stopped() else "done")

@@ -1,4 +1,4 @@
-"""What an island or node writes to `metrics.jsonl`, and adds to what the Trainer logs."""
+"""The record that an island or node writes to `metrics.jsonl`, and the metrics it adds to the Trainer's logs."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ LOGGED = (
     "pseudo_gradient_norm",
     "cosine",
 )
-"""What trackers are told of a round, as `diloco/*`."""
+"""Fields of a round's report that trackers get, as `diloco/*`."""
 
 _LONGEST_BACKLOG = 1 << 22  # bytes
 
 
 class Record:
-    """The record of one training, from its first step on: events, one JSON object a line.
+    """The record of one training: events, one JSON object per line.
 
-    Each line is written at once, so a killed process loses at most one. A disk that is full, or fails, is a warning:
-    the events wait in memory, up to 4 MB, until it takes them.
+    Lines are written immediately, so a killed process loses at most one. If the disk is full or fails, logs a warning
+    and buffers up to 4 MB of events in memory until writing works again.
 
     Args:
-        folder: where `metrics.jsonl` is; None on ranks that write nothing.
+        folder: the folder of `metrics.jsonl`; None on ranks that do not write.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -59,12 +59,12 @@ class Record:
         self._file: FileIO | None = None
         self._waiting = b""
         self._is_failing = False
-        self._epoch = time.time() - time.monotonic()  # once: a clock that is set meanwhile is no time of training
+        self._epoch = time.time() - time.monotonic()  # read once: setting the clock must not shift times
         if self._path is not None:
             self._append(self._path)
 
     def write(self, event: str, step: int, /, **values: Any) -> None:
-        """Appends one event, as `finite` makes it; a value cannot take the place of what every line has."""
+        """Appends one event. `values` cannot override `event`, `time` and `step`; non-finite numbers become null."""
         if self._path is None:
             return
         of_every_line = {"event": event, "time": self._epoch + time.monotonic(), "step": step}
@@ -103,12 +103,12 @@ class Record:
         file = FileIO(path, "ab+")
         size = path.stat().st_size
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            self._waiting = b"\n" + self._waiting  # a line that a killed process left unfinished must not swallow it
+            self._waiting = b"\n" + self._waiting  # end the partial line of a killed process first
         return file
 
 
 class IslandRecord(Record):
-    """That of an island, with what its rounds since training began have cost."""
+    """The record of an island; sums the seconds and bytes of its rounds since training began."""
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(folder)
@@ -126,15 +126,15 @@ class IslandRecord(Record):
         tokens: int | None,
         resumed: bool,
     ) -> None:
-        """Appends with what training begins.
+        """Appends the `start` event.
 
         Args:
-            step: optimizer steps that it has taken.
-            session: that the island has joined.
-            shards: of its model.
-            examples: that it trains on in a step; None if that is not known.
-            tokens: likewise.
-            resumed: whether it goes on from a checkpoint.
+            step: optimizer steps taken so far.
+            session: the session that the island has joined.
+            shards: the shards of its model.
+            examples: examples per step; None if unknown.
+            tokens: tokens per step; None if unknown.
+            resumed: whether training resumes from a checkpoint.
         """
         config, size = session.config, session.island.size
         self.write(
@@ -164,7 +164,7 @@ class IslandRecord(Record):
         )
 
     def sync(self, report: SyncReport, step: int) -> None:
-        """Appends a round, and counts it."""
+        """Appends a round, and adds it to the sums."""
         event = asdict(report)
         for name in self._sums:
             self._sums[name] += event[name]
@@ -172,26 +172,26 @@ class IslandRecord(Record):
         self.write("sync", step, **event)
 
     def miss(self, step: int, session: BaseSession, error: MissedRoundError) -> None:
-        """Appends that a round could not take place, and whose contributions were refused."""
+        """Appends that a round failed, and which islands' contributions were refused."""
         self.write("missed", step, round=session.outer.round + 1, reason=str(error))
         self.refuse(step, session.take_refused())
 
     def refuse(self, step: int, refused: Mapping[int, str]) -> None:
-        """Appends whose contributions were refused, with the reasons, if any were."""
+        """Appends which islands' contributions were refused and why; no-op if none were."""
         if refused:
             self.write("refused", step, islands={str(island): reason for island, reason in sorted(refused.items())})
 
     def log_outer_loss(self, loss: float, name: str) -> None:
-        """Has trackers be told of an evaluation of the outer parameters; `name` as `name_evaluated` gives it."""
+        """Queues an evaluation loss of the outer parameters for trackers; `name` as `name_evaluated` returns it."""
         self._for_trackers[f"diloco/outer_{name}loss"] = loss
 
     def take_for_trackers(self) -> dict[str, float]:
-        """What trackers have not been told yet, as `diloco/*`."""
+        """Returns and clears the metrics queued for trackers, as `diloco/*`."""
         taken, self._for_trackers = self._for_trackers, {}
         return taken
 
     def end(self, step: int, outer: OuterState, run_is_over: bool) -> None:
-        """Appends the sums."""
+        """Appends the `end` event, with the sums."""
         total, sums = time.monotonic() - self._began, self._sums
         self.write(
             "end",
@@ -210,12 +210,12 @@ class IslandRecord(Record):
 
 
 class NodeRecord(Record):
-    """The record of one training of a node, from its first step to its last.
+    """The record of one training of a gossip node.
 
     Args:
-        folder: where `metrics.jsonl` is; None on ranks that write nothing.
-        node: whose seconds and bytes are counted.
-        step: optimizer steps taken before.
+        folder: the folder of `metrics.jsonl`; None on ranks that do not write.
+        node: the node whose seconds and bytes are counted.
+        step: optimizer steps taken before this training.
     """
 
     def __init__(self, folder: Path | None, node: NodeNeighbours, step: int) -> None:
@@ -225,29 +225,29 @@ class NodeRecord(Record):
         self._before = self._last = self._told = _Sums.of(node, step)
 
     def mix(self, step: int) -> None:
-        """Appends what the steps since the last such event have cost, if there were any.
+        """Appends the seconds and bytes since the last `mix` event, if there were any.
 
-        A resume throws away events after its checkpoint, so that each checkpoint needs one.
+        A resume discards the events after its checkpoint, so each checkpoint needs a `mix` event.
         """
         last, self._last = self._last, _Sums.of(self._node, step)
         if self._last != last:
             self.write("mix", step, **self._last.since(last), num_steps=max(1, step - last.step))
 
     def take_for_trackers(self, step: int) -> dict[str, float]:
-        """What has been exchanged that trackers have not been told yet, as `gossip/*`; it is appended, too."""
+        """Appends a `mix` event, and returns the exchanges since the last call for trackers, as `gossip/*`."""
         self.mix(step)
         told, self._told = self._told, self._last
         values = {**self._last.since(told), "num_steps": max(1, step - told.step)}
         return {f"gossip/{name}": float(value) for name, value in values.items()}
 
     def tell_news(self, step: int) -> None:
-        """Logs, and appends, what has become of other nodes."""
+        """Logs and appends news of other nodes."""
         for news in self._node.take_news():
             logger.warning("%s", news)
             self.write("neighbour", step, news=news)
 
     def end(self, step: int) -> None:
-        """Appends the last `mix`, and the sums."""
+        """Appends the last `mix` event, and the `end` event with the sums."""
         self.mix(step)
         seconds = time.monotonic() - self._began
         stood_still = self._last.seconds - self._before.seconds
@@ -265,7 +265,7 @@ class NodeRecord(Record):
 
 @dataclass(frozen=True)
 class _Sums:
-    """What a node has counted up to a step; see `NodeNeighbours`."""
+    """A node's counters at a step; see `NodeNeighbours`."""
 
     step: int
     seconds: float
@@ -274,11 +274,11 @@ class _Sums:
 
     @classmethod
     def of(cls, node: NodeNeighbours, step: int) -> _Sums:
-        """As they are now."""
+        """Returns the node's present counters."""
         return cls(step, node.seconds, node.seconds_hidden, node.total)
 
     def since(self, before: _Sums) -> dict[str, float]:
-        """What has been added. Exchanges took the time that the node stood still, and what was hidden."""
+        """Returns the increase since `before`. Exchange time is the time that training paused plus the hidden time."""
         hidden = self.seconds_hidden - before.seconds_hidden
         return {
             "seconds_exchanging": self.seconds - before.seconds + hidden,

@@ -1,7 +1,7 @@
-"""Settings of the Trainer and of Accelerate that islands and nodes refuse: ONE list, for every way in.
+"""Settings of the Trainer and of Accelerate that islands and nodes refuse: one list for all entry points.
 
 The run file, `DiLoCoCallback`, `GossipCallback` and `OuterLoop` all check their settings against `REFUSALS` before
-the first step, so that none of them lets through what another refuses.
+the first step, so all of them refuse the same settings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import nearest
 
 Where = Literal["islands", "nodes", "loop", "onebit", "muon"]
-"""`islands`: a Trainer with `DiLoCoCallback`; `nodes`: one with `GossipCallback`; `loop`: Accelerate, `OuterLoop`;
+"""`islands`: a Trainer with `DiLoCoCallback`; `nodes`: a Trainer with `GossipCallback`; `loop`: `OuterLoop`;
 `onebit`: a 1-bit optimizer, in a run file or with `OneBitCallback`; `muon`: Muon as `optimizer` of a run file."""
 
 _TRAINERS: tuple[Where, ...] = ("islands", "nodes")
@@ -42,25 +42,25 @@ def _is_other_than(default: float) -> Callable[[Any], bool]:
 
 
 def is_schedule_free(optimizer: Any) -> bool:
-    """Whether the name of an optimizer, in `optim` or of its class, is one of schedule-free training."""
+    """Whether an optimizer, given by its `optim` or class name, is schedule-free."""
     return "schedulefree" in str(getattr(optimizer, "value", optimizer)).replace("_", "").lower()
 
 
 def follows_evaluations(scheduler: Any) -> bool:
-    """Whether a schedule, by its name in `lr_scheduler_type` or that of its class, follows what evaluations give."""
+    """Whether a schedule, given by its `lr_scheduler_type` or class name, depends on evaluation metrics."""
     name = str(getattr(scheduler, "value", scheduler)).replace("_", "").lower()
     return name in ("reducelronplateau", "greedy", "greedylr")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that does not go with the outer loop.
+    """A setting that cannot be used.
 
     Attributes:
         setting: its name, as the user writes it.
         why: the reason and the remedy.
-        where: which ways in refuse it.
-        applies: whether a value is refused.
+        where: the entry points that refuse it.
+        applies: returns whether a value is refused.
         values: the refused values, in words, for the documentation.
     """
 
@@ -249,11 +249,11 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def find_refused(settings: Mapping[str, Any], where: Where) -> Iterator[tuple[str, str]]:
-    """The settings that cannot be used, each with the reason and the remedy.
+    """Yields the settings that cannot be used, each with the reason and the remedy.
 
     Args:
-        settings: values by name; what is not there has its default.
-        where: which way in they come.
+        settings: values by name; missing settings have their defaults.
+        where: the entry point.
     """
     for refusal in REFUSALS:
         value = settings.get(refusal.setting)
@@ -269,11 +269,11 @@ def refuse(settings: Mapping[str, Any], where: Where) -> None:
 
 
 def refuse_uncounted(weight_by: str, counted: Any) -> None:
-    """Raises `ConfigError` where tokens are to be weighed that the Trainer does not count.
+    """Raises `ConfigError` if `weight_by` is "tokens", but the Trainer does not count tokens.
 
     Args:
-        weight_by: of the outer loop.
-        counted: `include_num_input_tokens_seen` of the Trainer.
+        weight_by: the outer loop's setting.
+        counted: the Trainer's `include_num_input_tokens_seen`.
     """
     if weight_by == "tokens" and counted in ("no", False, None):
         raise ConfigError(
@@ -283,11 +283,11 @@ def refuse_uncounted(weight_by: str, counted: Any) -> None:
 
 
 def refuse_out_of_reach(deepspeed: Mapping[str, Any], has_outer_loop: bool) -> None:
-    """Raises `ConfigError` for master weights that the outer loop cannot read: on NVMe, or cut by tensor parallelism.
+    """Raises `ConfigError` if the outer loop cannot read the master weights: on NVMe, or with tensor parallelism.
 
     Args:
-        deepspeed: its configuration.
-        has_outer_loop: whether anything but DeepSpeed reads the master weights; else NVMe needs only a folder.
+        deepspeed: DeepSpeed's configuration.
+        has_outer_loop: whether an outer loop reads the master weights; without one, NVMe only needs `nvme_path`.
     """
     block = deepspeed.get("tensor_parallel")
     size = block.get("autotp_size") if isinstance(block, Mapping) else 0
@@ -309,10 +309,10 @@ def refuse_out_of_reach(deepspeed: Mapping[str, Any], has_outer_loop: bool) -> N
 
 
 def refuse_unknown_layers(names: Iterable[str] | None, model: Any) -> None:
-    """Raises `ConfigError` if FSDP is to gather classes by themselves that a model does not have.
+    """Raises `ConfigError` if FSDP is told to wrap a layer class that the model does not have.
 
     Args:
-        names: `transformer_layer_cls_to_wrap`; None: those that the model's class says.
+        names: `transformer_layer_cls_to_wrap`; None for the classes that the model's class names.
         model: the module.
     """
     known = {type(module).__name__ for module in model.modules()}
@@ -325,6 +325,6 @@ def refuse_unknown_layers(names: Iterable[str] | None, model: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error message: short, as settings may be whole configurations."""
+    """Returns a value for an error message, cut to 60 characters, as settings may be whole configurations."""
     text = repr(getattr(value, "value", value))
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""What a training that resumes must have in common with its checkpoint, and what it had better have."""
+"""Checks that a resumed training matches its checkpoint: errors if it must, warnings if it should."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CHANGED = {
     "seed": "the data was shuffled by seed {}, and is by seed {} now" + _OTHER + "seed (or data_seed)",
     "num_shares": "the data was shared by {} islands, and is by {} now" + _OTHER + "num_islands (or max_islands)",
 }
-"""What to say of `data_facts` that are no longer what they were."""
+"""Warnings about changed `data_facts`."""
 
 _WORDS = {"ZeRO": "DeepSpeed", "FSDP2": "FSDP2", "plain": "plain training or DDP"}
 
 
 def data_facts(args: TrainingArguments, config: DiLoCoConfig) -> dict[str, int]:
-    """What a position in the data depends on, of all that the Trainer and the outer loop know."""
+    """Returns the settings of the Trainer and the outer loop on which a position in the data depends."""
     seed = args.seed if args.data_seed is None else args.data_seed
     return {"examples_per_step": examples_per_step(args), "seed": seed, "num_shares": config.num_shares}
 
@@ -41,18 +41,18 @@ def data_facts(args: TrainingArguments, config: DiLoCoConfig) -> dict[str, int]:
 def check_resumption(
     checkpoint: Path, shards: Shards, args: TrainingArguments, config: DiLoCoConfig, state: TrainerState
 ) -> None:
-    """Refuses to go on without the inner optimizer's state; warns if its place in the data is another now.
+    """Refuses to resume without the inner optimizer's state; warns if the position in the data is no longer valid.
 
     Args:
-        checkpoint: of the Trainer, with outer state.
-        shards: how the island trains now.
-        args: the Trainer's. Under DeepSpeed's stage 0 parameters are whole, as in plain training.
+        checkpoint: a checkpoint of the Trainer, with outer state.
+        shards: the island's present shards.
+        args: the Trainer's arguments; needed as DeepSpeed stage 0 has whole parameters, as in plain training.
         config: the outer loop's settings.
-        state: the Trainer's.
+        state: the Trainer's state.
 
     Raises:
-        CheckpointError: the Trainer has not found the optimizer's state, and would begin it anew without a word; or it
-            has resumed from another checkpoint, or from none.
+        CheckpointError: the Trainer cannot load the optimizer's state, and would silently reset it; or it has resumed
+            from another checkpoint, or from none.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(
@@ -78,20 +78,20 @@ def check_resumption(
         )
     for name, value in data_facts(args, config).items() if state.is_world_process_zero else ():
         before = index.data.get(name, value)
-        if before != value and not (name == "seed" and args.ignore_data_skip):  # the data goes on by itself
+        if before != value and not (name == "seed" and args.ignore_data_skip):  # the data order is then not resumed
             logger.warning("%s: %s", checkpoint, _CHANGED[name].format(before, value))
 
 
 def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -> None:
-    """Gives an island that joins, or comes back, the learning rate of the run, not of its own first steps.
+    """Moves the learning-rate schedule of an island that joins late or rejoins to the run's step.
 
     Args:
-        session: joined.
-        state: the Trainer's.
-        scheduler: of the learning rate.
+        session: the session, joined.
+        state: the Trainer's state.
+        scheduler: the learning-rate schedule.
     """
     step = min(step_of(session.config, session.outer.round), state.max_steps)
-    taken = max(state.global_step, steps_taken(scheduler))  # a checkpoint may be of an island that had joined late
+    taken = max(state.global_step, steps_taken(scheduler))  # more than global_step if the island had joined late
     if not session.has_common_end or step - taken < session.config.sync_every:
         return
     if move_schedule(scheduler, step):

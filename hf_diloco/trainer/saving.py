@@ -1,7 +1,7 @@
-"""Checkpoints that the Trainer or an Accelerator writes: what they hold, and those that cannot be written.
+"""Checkpoints that the Trainer writes: completing them, and handling write failures.
 
-One that cannot be written, because the disk is full or fails, is told and removed; training goes on, and the next save
-tries again.
+If a checkpoint cannot be written, because the disk is full or fails, logs it and removes the partial checkpoint;
+training continues, and the next save retries.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 class Saving:
     """The checkpoints of one training by the Trainer. Collective over the island's ranks.
 
-    Until it ends the Trainer deletes none itself: it ranks them by the clock, and counts those that are not whole.
+    Turns off the Trainer's own deletion until training ends: the Trainer sorts checkpoints by time, and counts
+    incomplete ones.
 
     Args:
-        args: the Trainer's.
-        ranks: of the island.
+        args: the Trainer's arguments.
+        ranks: the island's ranks.
         record, find_whole, find_needed: see `CheckpointFolder`.
-        trainer: whose failures to write are met; None where it is not known.
-        replacing: what its end gives back to the Trainer.
+        trainer: the Trainer whose write failures are handled; None if unknown.
+        replacing: restores the Trainer's attributes when closed.
         begins_anew: see `CheckpointFolder`.
     """
 
@@ -54,21 +55,21 @@ class Saving:
         )
         self._trainer = trainer
         self._limit = max(args.save_total_limit or 0, 0)  # the Trainer takes 0 and less as none
-        self._has_failed = False  # the Trainer's part of the checkpoint under way
+        self._has_failed = False  # whether the Trainer's part of the current checkpoint failed
         replacing.enter_context(replaced(args, "save_total_limit", None))
         if trainer is not None:
             self._save = trainer._save_checkpoint
             replacing.enter_context(replaced(trainer, "_save_checkpoint", self._try_save))
 
     def complete(self, state: TrainerState, write: Callable[[Path], object]) -> bool:
-        """Makes the checkpoint of this step whole, now that the Trainer has written its part.
+        """Completes the checkpoint of this step after the Trainer has written its part.
 
         Args:
-            state: the Trainer's.
+            state: the Trainer's state.
             write: see `CheckpointFolder.complete`.
 
         Returns:
-            Whether it is whole. If not, that has been said.
+            Whether the checkpoint is complete. If not, the failure has been logged.
         """
         if self._has_failed:
             self._has_failed = False
@@ -77,7 +78,7 @@ class Saving:
         return self._checkpoints.complete(self._checkpoints.path(state.global_step), write, self._limit, best)
 
     def _try_save(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's own way to save. A rank that cannot write does all else, so that none waits for it."""
+        """Runs the Trainer's save. A rank that cannot write runs all other steps, so that no rank waits for it."""
         trainer = self._trainer
         assert trainer is not None
 
@@ -91,7 +92,7 @@ class Saving:
 
 @contextmanager
 def noting_failures(trainer: Trainer, failures: list[str]) -> Iterator[None]:
-    """Adds what cannot be written to `failures`, and has the Trainer go on as if it had been."""
+    """Appends write failures inside the block to `failures`; the Trainer continues as if writing had worked."""
     steps: list[tuple[Any, str]] = [(trainer, "_save")]
     if trainer.is_fsdp_enabled:
         steps += [(trainer_module, name) for name in FSDP_STEPS]
@@ -100,18 +101,18 @@ def noting_failures(trainer: Trainer, failures: list[str]) -> Iterator[None]:
 
 
 def describe_model(model: Any, processing_class: Any, checkpoint: Path) -> None:
-    """Writes configuration and tokenizer of the model that trains into a checkpoint, if it lacks them.
+    """Writes the model's configuration and tokenizer into a checkpoint that lacks them.
 
-    The Trainer writes both with whole models; with sharded checkpoints of FSDP it writes neither.
+    The Trainer writes both with unsharded models, but neither with FSDP's sharded checkpoints.
 
     Args:
-        model: the module, also one whose parameters are sharded; of another library than transformers nothing is
-            written.
+        model: the module, whose parameters may be sharded. For models that are not from transformers, no
+            configuration is written.
         processing_class: the tokenizer; None if the Trainer has none.
         checkpoint: the folder.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the files cannot be written.
     """
     if any((checkpoint / name).exists() for name in (_CONFIG, _ADAPTER_CONFIG)):
         return
@@ -128,6 +129,6 @@ def describe_model(model: Any, processing_class: Any, checkpoint: Path) -> None:
 
 
 def _class_name(model: nn.Module) -> str:
-    """The name of the model's class, without the FSDP that `fully_shard` puts before it."""
+    """Returns the name of the model's class, skipping the FSDP class that `fully_shard` creates."""
     names = [kind.__name__ for kind in type(model).__mro__]
     return next(name for name in names if not name.startswith("FSDP"))

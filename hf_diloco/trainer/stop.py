@@ -1,4 +1,4 @@
-"""A wish to end training early, on which all ranks of an island act after the same step."""
+"""A request to stop training early, which all ranks of an island follow after the same step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hf_diloco.utils.files import STOP_FILE
 logger = logging.getLogger("hf_diloco")
 
 QUIET = timedelta(seconds=30)
-"""How long a rank waits for the flags of the others before it says so."""
+"""How long a rank waits for the other ranks' flags before it logs a warning."""
 
 
 def launchers_stop_file() -> Path | None:
-    """With which `hf-diloco launch -- COMMAND` asks the island of this process to end; None without one."""
+    """Returns the file with which `hf-diloco launch -- COMMAND` asks this island to stop; None without a launcher."""
     folder = launchers_folder()
     return folder and folder / STOP_FILE
 
@@ -34,11 +34,11 @@ def launchers_stop_file() -> Path | None:
 class StopFlag:
     """Set by SIGTERM, SIGINT, `request` or a file; `agreed` turns true on all ranks of the island at the same step.
 
-    Signals reach the ranks at different times, but only a common step can be checkpointed. So the ranks reduce
-    their flags once a step, in the background of the next step: the answer is one step old and costs no time.
+    Signals reach the ranks at different times, but only a common step can be checkpointed. So the ranks all-reduce
+    their flags once per step, in the background of the next step: the answer is one step old and costs no time.
 
     Args:
-        file: its existence asks for the end as well, also while the island waits for others.
+        file: a file whose existence also requests a stop, even while the island waits for others.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -50,15 +50,15 @@ class StopFlag:
         self._during: CodeType | None = None
 
     def request(self, *_: Any) -> None:
-        """Asks for the end."""
+        """Requests a stop."""
         self._requested.set()
 
     def is_requested(self) -> bool:
-        """Whether this rank was asked, or the file is there."""
+        """Whether this rank was asked to stop, or the file exists."""
         return self._requested.is_set() or (self._file is not None and self._file.exists())
 
     def agreed(self) -> bool:
-        """Called once a step by every rank: whether to end now."""
+        """Whether to stop now. Call it once per step on every rank."""
         assert self._island is not None
         if self._island.size == 1:
             return self.is_requested()
@@ -72,12 +72,12 @@ class StopFlag:
         return stop
 
     def install(self, island: IslandGroup, during: Callable[..., Any] | None = None) -> None:
-        """From here on SIGTERM and SIGINT are wishes; a second SIGINT is obeyed at once.
+        """Makes SIGTERM and SIGINT request a stop; a second SIGINT raises `KeyboardInterrupt`.
 
         Args:
             island: the ranks that agree.
-            during: the function, running now, that ends early where one wishes. Once it has returned or raised,
-                signals are again what they were before, also if nobody calls `uninstall`.
+            during: the currently running function that the stop ends. Once it has returned or raised, signals have
+                their previous effect again, even if nobody calls `uninstall`.
         """
         self._island = island
         if threading.current_thread() is threading.main_thread():
@@ -85,14 +85,14 @@ class StopFlag:
             self._during = code if _is_running(code, inspect.currentframe()) else None
             for number in (signal.SIGTERM, signal.SIGINT):
                 old = signal.signal(number, self._on_signal)
-                if old != self._on_signal:  # as it is where the last training ended in an error
+                if old != self._on_signal:  # equal if the last training raised
                     self._old_handlers[number] = old
 
     def uninstall(self, waits: bool = True) -> None:
-        """Puts the old handlers back, ends the exchange of flags, and forgets the wish: it has been followed.
+        """Restores the old signal handlers, ends the exchange of flags, and clears the request.
 
         Args:
-            waits: for the other ranks, which may never come where this one ends in an error.
+            waits: whether to wait for the other ranks; they may never arrive if this rank has failed.
         """
         self._put_back_handlers()
         if self._pending is not None and waits:
@@ -119,7 +119,7 @@ class StopFlag:
 
 
 def _await(work: Any, rank: int) -> None:
-    """Waits for an all-reduce of the ranks. Where one of them never calls it, the wait is long."""
+    """Waits for an all-reduce; warns after `QUIET`, as a rank may never call it."""
     try:
         work.wait(QUIET)
     except RuntimeError:
@@ -130,11 +130,11 @@ def _await(work: Any, rank: int) -> None:
                 rank,
                 QUIET.total_seconds(),
             )
-        work.wait()  # which raises once more what failed
+        work.wait()  # raises a failure again
 
 
 def _is_running(code: CodeType | None, frame: FrameType | None) -> bool:
-    """Whether a call of `code` is under way in `frame` or a caller of it."""
+    """Whether `frame` or one of its callers is running `code`."""
     while frame is not None:
         if frame.f_code is code:
             return True

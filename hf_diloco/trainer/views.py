@@ -1,7 +1,7 @@
-"""Other weights in the model for a while, to evaluate or save them: the outer parameters, or the mean over all nodes.
+"""Temporarily replaces the model's weights, to evaluate or save the outer parameters or the mean over all nodes.
 
-Outer parameters are better than any one island's own weights (2.67 against 2.77 in table 3 of arXiv 2501.18512), and
-training must go on afterwards as if nothing had happened.
+Outer parameters are better than any one island's own weights (loss 2.67 against 2.77 in table 3 of arXiv 2501.18512).
+Training then continues exactly as without the replacement.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("hf_diloco")
 
 
 class HasOuterWeights(ABC):
-    """What trains with an outer loop, by a Trainer or by hand."""
+    """Base of training with an outer loop, by a Trainer or a hand-written loop."""
 
     NOT_BEGUN: ClassVar[str]
     """The error for a call before training has begun."""
@@ -43,13 +43,12 @@ class HasOuterWeights(ABC):
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """The model holds the outer parameters meanwhile; then training goes on as it was, to the last bit.
+        """Puts the outer parameters into the model inside the block, then restores its weights bit for bit.
 
             with callback.outer_weights():
                 trainer.save_model("outer")
 
-        Call it on all ranks of the island, between steps. Meanwhile 4 bytes a parameter of host memory hold what
-        training goes on from.
+        Call it on all ranks of the island, between steps. The saved weights take 4 bytes of host memory per parameter.
 
         Raises:
             ConfigError: training has not begun: there are no outer parameters yet.
@@ -63,7 +62,7 @@ class HasOuterWeights(ABC):
             yield
         except Exception:
             if held is not None and outer.island.size > 1:
-                # The others may be anywhere, and wait for this rank until their time is up.
+                # The other ranks may be anywhere, and wait for this rank until their timeout.
                 logger.exception(
                     "error on rank %d within outer_weights(), whose end waits for all ranks", outer.island.rank
                 )
@@ -75,7 +74,7 @@ class HasOuterWeights(ABC):
 
     @abstractmethod
     def _note(self, report: SyncReport) -> None:
-        """A round has ended."""
+        """Called with the report of a completed round."""
 
     def _need_session(self) -> BaseSession:
         if self._session is None:
@@ -84,22 +83,23 @@ class HasOuterWeights(ABC):
 
 
 class MeanView:
-    """One node's switch. Switching on is collective over the nodes, and over the ranks of each.
+    """Shows the mean over all nodes in one node's model. `shown` is collective over the nodes and their ranks.
 
-    While it is on, 4 bytes a parameter hold the node's own.
+    Inside `shown`, the node's own weights take 4 bytes per parameter.
 
     Args:
-        optimizer: the node's.
-        node: its neighbours.
-        model: whose buffers go with the parameters.
-        averages_buffers: statistics of batch normalisation are averaged as well; else they stay the node's own.
-        lacks_statistics: its own are old, or none, as it has come back to others; so it takes those of the first mean.
+        optimizer: the node's optimizer.
+        node: the node's neighbours.
+        model: the model whose buffers are replaced with the parameters.
+        averages_buffers: whether batch normalisation statistics are averaged, too; otherwise they stay the node's own.
+        lacks_statistics: whether the node has rejoined, and its own statistics are outdated or missing: it then takes
+            over those of the first mean.
 
     Attributes:
-        consensus_distance: of the last time, √(mean_i ‖x_i - x̄‖²) / ‖x̄‖; None before.
+        consensus_distance: at the last `shown`, √(mean_i ‖x_i - x̄‖²) / ‖x̄‖; None before the first.
         is_on: whether the model holds the mean.
-        has_failed: whether it would, if there were one.
-        nodes: of which the last mean was; this one alone where none could be formed.
+        has_failed: whether the present `shown` could form no mean.
+        nodes: the nodes in the last mean; only this node if no mean could be formed.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class MeanView:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The model holds the mean; then what it held before, to the last bit.
+        """Puts the mean into the model inside the block, then restores its weights bit for bit.
 
-        Where nodes are lost and no mean can be formed, the model keeps the node's own parameters, with a warning.
+        If nodes are lost and no mean can be formed, logs a warning, and the model keeps the node's own parameters.
         """
         with ExitStack() as stack:
             try:
@@ -143,7 +143,10 @@ class MeanView:
 
     @contextmanager
     def _averaged_buffers(self) -> Iterator[None]:
-        """Statistics that are not finite, as one bad batch leaves them for good, are no part of the mean."""
+        """Puts the mean of the buffers into the model inside the block, leaving out nodes with non-finite statistics.
+
+        One bad batch makes statistics non-finite for good.
+        """
         if not self._buffers:
             yield
             return

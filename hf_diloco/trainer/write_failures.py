@@ -1,4 +1,4 @@
-"""Steps of a save that cannot write, because the disk is full or fails: noted, so that no rank waits for another."""
+"""Collects write failures during a save (disk full or failing) instead of raising, so that no rank hangs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hf_diloco.utils.files import is_write_failure, reason_of
 
 FSDP_STEPS = ("save_fsdp_model", "save_fsdp_optimizer")
-"""Functions of Accelerate that write; where they are called they are attributes of the module."""
+"""Accelerate's functions that write FSDP checkpoints; their callers look them up as attributes of the module."""
 
 
 def save_accelerator(
     accelerator: Accelerator, folder: Path, write: Callable[[Path], object] | None, failures: list[str]
 ) -> None:
-    """As `accelerator.save_state`, but adds what cannot be written to `failures`. Collective over the ranks.
+    """Does `accelerator.save_state`, but appends write failures to `failures`. Collective over the ranks.
 
     Args:
-        accelerator: of the loop.
+        accelerator: the loop's Accelerator.
         folder: the checkpoint.
         write: called in place of `accelerator.save_state`.
-        failures: takes what cannot be written.
+        failures: receives the write failures.
     """
     has_engines = accelerator.distributed_type == DistributedType.DEEPSPEED
     has_fsdp = accelerator.distributed_type == DistributedType.FSDP
@@ -39,13 +39,15 @@ def save_accelerator(
 
 @contextmanager
 def noting_in(steps: Sequence[tuple[Any, str]], engines: Sequence[Any], failures: list[str]) -> Iterator[None]:
-    """The steps in which one rank writes and others wait for it afterwards are met one by one; behind the last of them
-    no rank waits, and any failure may end the rest.
+    """Appends write failures inside the block to `failures` instead of raising them.
+
+    Each step in which one rank writes while others wait for it is caught by itself, so that all later steps still run.
+    A failure outside these steps ends the block.
 
     Args:
-        steps: owner and name of each, beside those of DeepSpeed.
-        engines: of DeepSpeed.
-        failures: takes them.
+        steps: owner and name of each such step, besides those of DeepSpeed.
+        engines: the DeepSpeed engines.
+        failures: receives the write failures.
     """
     with ExitStack() as stack:
         for engine in engines:
@@ -62,7 +64,7 @@ def noting_in(steps: Sequence[tuple[Any, str]], engines: Sequence[Any], failures
 
 
 def _save_engine(engine: Any, failures: list[str], folder: str, tag: str | None = None, **kwargs: Any) -> None:
-    """DeepSpeed's `save_checkpoint`. The file `latest`, which rank 0 writes while others wait, comes after it."""
+    """Calls DeepSpeed's `save_checkpoint`, but writes the file `latest` afterwards, when no rank waits for rank 0."""
     type(engine).save_checkpoint(engine, folder, tag, save_latest=False, **kwargs)
     if engine.global_rank == 0:
         _noting(Path(folder, "latest").write_text, failures, tag or f"global_step{engine.global_steps}")
@@ -76,7 +78,7 @@ def _noting(call: Callable[..., Any], failures: list[str], *args: Any, **kwargs:
 
 
 def _note(error: BaseException, failures: list[str]) -> None:
-    if isinstance(error, CheckpointException):  # tells every rank what others met in a sharded checkpoint
+    if isinstance(error, CheckpointException):  # holds the errors of all ranks in a sharded save
         for met, _ in error.failures.values():
             _note(met, failures)
         return
@@ -87,7 +89,7 @@ def _note(error: BaseException, failures: list[str]) -> None:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another attribute of one object, meanwhile."""
+    """Replaces an object's attribute inside the block."""
     before: Mapping[str, Any] = dict(vars(owner))
     setattr(owner, name, value)
     try:
