@@ -5,7 +5,7 @@
     print_report(report)                   # the table
     write_html(run, "report.html")         # one self-contained page
 
-Importing this package loads none of the libraries behind it; each is loaded when it is first needed.
+Importing this package loads none of the third-party libraries that it uses; each loads on first use.
 """
 
 from hf_diloco.report.html import write_html

@@ -1,4 +1,4 @@
-"""Several runs in one table and on one page: loss against tokens, time and bytes."""
+"""Compares several runs in one table and on one page: loss against tokens, time and bytes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = ("run", "method", "islands", "steps", "eval loss", "tokens", "time", "tokens/s", "sent", "waiting")
-WIDE = 10  # where runs' traffic differs by more than this factor, its axis is logarithmic
+WIDE = 10  # if the runs' traffic differs by more than this factor, its axis is logarithmic
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the runs that are compared."""
+    """One of the compared runs."""
 
     name: str
     run: Run
@@ -50,12 +50,12 @@ class Candidate:
 
     @property
     def unit(self) -> str:
-        """What it is trained on."""
+        """What the run trains on: tokens or images."""
         return "tokens" if self.report.method is None else "images"
 
     @cached_property
     def evaluations(self) -> Points:
-        """Evaluation loss of the outer weights by step: the mean over the islands that evaluated there."""
+        """Evaluation loss of the outer weights by step: the mean over the islands that evaluated at that step."""
         return evaluation_points(self.run)
 
     @cached_property
@@ -64,33 +64,33 @@ class Candidate:
         return means((record.step, record.loss) for island in self.run.islands for record in island.of(Train))
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: the run's report under the name that tells it apart, and how long the slowest one trained."""
+        """Returns the run's report as JSON data, with the run's unique name and the slowest island's training time."""
         return {**json.loads(self.report.model_dump_json()), "name": self.name, "seconds_training": self.seconds}
 
     @property
     def num_seen(self) -> int | None:
-        """Tokens, or images, of all islands."""
+        """Tokens or images of all islands."""
         return self.report.num_tokens if self.unit == "tokens" else self.report.num_images
 
     @property
     def seconds(self) -> float | None:
-        """How long the slowest island trained."""
+        """Training time of the slowest island."""
         return self.at_time(float(self.report.steps or 0))
 
     def at_seen(self, step: float) -> float | None:
-        """Tokens, or images, that all islands have trained on after so many steps each, or all of their own."""
+        """Returns the tokens or images that all islands have trained on up to `step`, each at most its own steps."""
         per_step = "tokens_per_step" if self.unit == "tokens" else "examples_per_step"
         return total(seen_until(island, per_step, step) for island in self.run.islands)
 
     def at_time(self, step: float) -> float | None:
-        """Seconds of training until the slowest island had taken so many steps."""
+        """Returns the seconds of training until the slowest island reached `step`."""
         reached = [
             clock[found - 1][1] for clock in self._clocks if (found := bisect_right(clock, (step, float("inf"))))
         ]
         return max(reached, default=None)
 
     def at_bytes(self, step: float) -> float | None:
-        """Bytes that all islands have sent in so many steps; None where a part of them is unknown."""
+        """Returns the bytes that all islands have sent up to `step`; None if some of them are unknown."""
         if self._sent is None:
             return None
         found = bisect_right(self._sent, (step, float("inf")))
@@ -102,16 +102,16 @@ class Candidate:
 
     @cached_property
     def _sent(self) -> list[tuple[float, float]] | None:
-        """Running sums by step."""
+        """Cumulative bytes sent by step."""
         found = [(one.step, one.bytes_sent) for island in self.run.islands for one in exchanges(island)]
         return cumulative(sorted(found, key=lambda one: one[0]))
 
 
 def load_candidates(folders: Sequence[Path]) -> list[Candidate]:
-    """Reads the runs; those of one name are told apart by their folders.
+    """Reads the runs; if names repeat, uses the folders as names.
 
     Raises:
-        ConfigError: one is no run folder, one is named twice, or there are fewer than two.
+        ConfigError: a folder is not a run folder or is given twice, or there are fewer than two.
     """
     if len(folders) < 2:
         raise ConfigError("compare needs two run folders or more, as in runs/first runs/second")
@@ -126,7 +126,7 @@ def load_candidates(folders: Sequence[Path]) -> list[Candidate]:
 
 
 def row(found: Candidate) -> tuple[str, ...]:
-    """One run's figures, in the order of `COLUMNS`."""
+    """Returns one run's figures, in the order of `COLUMNS`."""
     report = found.report
     nodes = f"{report.method} on {report.topology}" if report.method else None
     unit = "" if found.unit == "tokens" else " images"
@@ -156,7 +156,7 @@ def write_comparison(found: Sequence[Candidate], path: Path) -> Path:
 
 
 def plots(found: Sequence[Candidate]) -> list[Plot]:
-    """Loss against what was trained on, against time, and against traffic."""
+    """Returns plots of loss against tokens or images, against time, and against traffic."""
     unit = "images" if all(entry.unit == "images" for entry in found) else "tokens"
     seen = [entry for entry in found if entry.unit == unit]
     return [
@@ -201,13 +201,13 @@ def _plot(
 def _moved(
     found: Candidate, points: Points, at: Callable[[Candidate, float], float | None]
 ) -> list[tuple[float, float]]:
-    """Points by step, moved to where each step is on another axis."""
+    """Converts points by step to another x axis; drops points without a known x."""
     moved = [(at(found, step), loss) for step, loss in points]
     return [(x, loss) for x, loss in moved if x is not None]
 
 
 def _clock(island: IslandRun) -> list[tuple[float, float]]:
-    """Seconds of training by step. Pauses between starts, and steps that a resume threw away, are left out."""
+    """Returns the seconds of training by step, without pauses between starts and steps that a resume discarded."""
     points: list[tuple[float, float]] = []
     for section in island.sections:
         start = section.start

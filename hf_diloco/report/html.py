@@ -1,4 +1,4 @@
-"""The report as one self-contained page: no script, and nothing that is loaded from elsewhere."""
+"""The report as one self-contained page, without scripts and external resources."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path
 
     Args:
         run: what `load_run` returned.
-        path: the file to write; its folder is made if need be.
-        report: what `summarise(run)` returned, if it is at hand.
+        path: the file to write; its folder is created if missing.
+        report: the result of `summarise(run)`, if already computed.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: when the file cannot be written, or Matplotlib is missing.
+        ConfigError: the file cannot be written, or Matplotlib is missing.
     """
     need_plots()
     page = fill("report.html.j2", **figures_of(run, report or summarise(run)), settings=setting_groups(run))
@@ -39,7 +39,7 @@ def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path
 
 
 def write_page(page: str, target: Path) -> Path:
-    """Writes a page whole or not at all; returns its path. Raises `ConfigError` if it cannot be written."""
+    """Writes a page atomically; returns its path. Raises `ConfigError` if it cannot be written."""
     if target.is_dir():
         raise ConfigError(f"cannot write the report to {target}: it is a folder; give another file")
     try:
@@ -51,17 +51,17 @@ def write_page(page: str, target: Path) -> Path:
 
 
 def fill(template: str, **values: Any) -> str:
-    """One of the package's templates, filled in; all text is escaped, and can be encoded."""
+    """Renders one of the package's templates; escapes all text, and replaces characters that UTF-8 cannot encode."""
     page = _templates().get_template(template).render(version=__version__, **values)
     return page.encode(errors="replace").decode()  # JSON may hold half a surrogate pair
 
 
 MAX_ROUND_ROWS = 1000
-"""Rounds of which a page has a row: the last ones."""
+"""A page has rows for this many rounds at most, the last ones."""
 
 
 def figures_of(run: Run, report: Report) -> dict[str, Any]:
-    """What pages show of a run, by the names that templates have for it."""
+    """Returns the template variables that describe a run."""
     return {
         "report": report,
         "subtitle": rows.subtitle(report),
@@ -89,7 +89,7 @@ def _templates() -> Environment:
 
 
 def setting_groups(run: Run) -> dict[str, dict[str, str]]:
-    """The run's settings by block (`diloco`, `training`, ...); without a `run.json`, what the last start recorded."""
+    """Returns the run's settings by block (`diloco`, `training`, ...); without `run.json`, those of the last start."""
     if not run.settings:
         start = next((island.start for island in run.islands if island.start), None)
         known = start.model_dump(exclude={"event", "step", "time", "island"}, exclude_none=True) if start else {}
@@ -102,7 +102,7 @@ def setting_groups(run: Run) -> dict[str, dict[str, str]]:
 
 
 def _flat(prefix: str, value: Any) -> dict[str, str]:
-    """Nested settings with dotted names; what was left unset is left out."""
+    """Flattens nested settings to dotted names; leaves out unset ones."""
     if isinstance(value, Mapping):
         inner = ((f"{prefix}.{key}" if prefix else str(key), part) for key, part in value.items())
         return {name: shown for key, part in inner for name, shown in _flat(key, part).items()}

@@ -12,8 +12,8 @@ from hf_diloco.report.read import IslandRun, Section
 from hf_diloco.report.records import End, Eval, Mix, Start, Sync, Train
 
 BYTES_PER_GRADIENT = 4  # fp32
-NO_START = Start(event="start", step=0)  # where none was recorded, and so nothing is known
-# What a report takes from records as it is.
+NO_START = Start(event="start", step=0)  # stands for a missing start: everything is unknown
+# Fields that a report copies from records.
 _OF_START = {"num_islands", "num_ranks", "shards", "max_steps", "comes_and_goes", "has_outer_loop"}
 _OF_END = {"on_boundary", "steps_since_sync", "run_is_over"}
 _OF_EVALUATION = {"eval_loss", "eval_accuracy", "consensus_distance"}
@@ -21,12 +21,12 @@ _Number = TypeVar("_Number", int, float)
 
 
 class TimeSplit(BaseModel):
-    """Where time went: seconds, or shares of their sum.
+    """How training time was spent, in seconds or as shares of their sum.
 
     Attributes:
-        computing: everything between rounds: inner steps, and evaluations and checkpoints if there were any.
-        waiting: for the other islands to arrive at the synchronisation, as long as training stood still for it.
-        exchanging: moving pseudo-gradients, as long as training stood still for it.
+        computing: everything between rounds: inner steps, evaluations and checkpoints.
+        waiting: waiting for other islands to arrive at a round, as far as training paused.
+        exchanging: exchanging pseudo-gradients, as far as training paused.
         applying: reading and writing the master weights, and the outer step.
     """
 
@@ -38,11 +38,11 @@ class TimeSplit(BaseModel):
     applying: float | None = None
 
     def parts(self) -> dict[str, float]:
-        """The parts that are known."""
+        """Returns the known parts by name."""
         return {name: value for name, value in self.model_dump().items() if value is not None}
 
     def shares(self) -> TimeSplit | None:
-        """Each part over their sum; None when one of the three main parts is unknown or no time passed."""
+        """Returns each part divided by the sum; None if one of the three main parts is unknown or no time passed."""
         whole = sum(self.parts().values())
         if None in (self.computing, self.waiting, self.exchanging) or whole <= 0:
             return None
@@ -50,26 +50,26 @@ class TimeSplit(BaseModel):
 
     @classmethod
     def combined(cls, splits: Iterable[TimeSplit | None]) -> TimeSplit | None:
-        """Part by part; a part that one of them lacks is unknown in the sum."""
+        """Adds splits part by part; a part that is unknown in one of them is unknown in the sum."""
         known = [split for split in splits if split is not None]
         parts = {name: total(getattr(split, name) for split in known) for name in cls.model_fields}
         return cls(**parts) if known else None
 
 
 class Figures(BaseModel):
-    """What is measured of an island and of a run alike; None is what was not recorded.
+    """Figures of an island or of a run; None if not recorded.
 
     Attributes:
-        steps: optimizer steps; of a run, those of the furthest island.
-        num_rounds: rounds that stand.
-        eval_loss: of the outer weights at `eval_step`, or with `eval_weights: local` of a node's own; of a run the
-            mean over the islands that evaluated them there.
-        eval_accuracy: likewise, in runs of image classifiers.
-        consensus_distance: how far all nodes were from their mean then.
-        tokens_per_second: over the whole training time, evaluation and saving included; of a run the sum over islands.
-        bytes_sent: payload of the rounds that stand, measured, all ranks.
-        bytes_repeated: sent in rounds that were done again after a resume; not in `bytes_sent`.
-        bytes_per_step_sync: what as many steps of data-parallel training would have sent: steps x 2(M-1)/M x
+        steps: optimizer steps; in a run, those of the furthest island.
+        num_rounds: rounds, without those that a resume discarded.
+        eval_loss: loss of the outer weights at `eval_step`, or with `eval_weights: local` of a node's own weights; in
+            a run, the mean over the islands that evaluated at that step.
+        eval_accuracy: accuracy, likewise, in runs of image classifiers.
+        consensus_distance: distance of all nodes from their mean at `eval_step`.
+        tokens_per_second: over the whole training time with evaluation and saving; in a run, summed over islands.
+        bytes_sent: measured payload of all ranks, without rounds that a resume discarded.
+        bytes_repeated: bytes sent in rounds that a resume discarded; not in `bytes_sent`.
+        bytes_per_step_sync: what data-parallel training would have sent in the same steps: steps x 2(M-1)/M x
             num_parameters x 4 bytes for each island (fp32 gradients, ring all-reduce, M islands).
     """
 
@@ -102,16 +102,16 @@ class Figures(BaseModel):
 
 
 class IslandReport(Figures):
-    """What one island did.
+    """The figures of one island.
 
     Attributes:
-        ended: whether its last section ended in order; False while it runs or when it was killed.
-        inner_eval_loss: a last evaluation that was taken off a boundary, thus of this island's own weights.
+        ended: whether its last section ended normally; False while it runs, or if it was killed.
+        inner_eval_loss: the loss of the last evaluation, if that was of this island's own weights.
         on_boundary: whether its final weights are the outer ones.
-        num_sections: times it started or resumed.
-        run_is_over: the run's last round is complete, however many steps this island took.
-        comes_and_goes: it may miss rounds, and catches up.
-        noun: what it is called: a node where it averages with its neighbours.
+        num_sections: how often it started or resumed.
+        run_is_over: whether the run's last round is complete, regardless of this island's steps.
+        comes_and_goes: whether it may miss rounds and catch up.
+        noun: "island", or "node" with a gossip method.
     """
 
     island: int
@@ -135,7 +135,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
     start, syncs = island.start or NO_START, exchanges(island)
     end = island.sections[-1].of(End)[-1:] if island.sections else []
     steps = island.last_step
-    first = island.sections[0].start if island.sections else None  # it may be a resume, the earlier part left behind
+    first = island.sections[0].start if island.sections else None  # may be a resume whose earlier record is missing
     num_steps = None if first is None or steps is None else sum(_steps_of_sections(island))
     outer, inner = _last_evaluations(island)
     nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
@@ -171,7 +171,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
 
 
 def exchanges(records: IslandRun | Section) -> list[Sync | Mix | Train]:
-    """What says how much was exchanged: between islands, or, where there is no outer loop, between ranks in 1 bit."""
+    """Returns the records with traffic: between islands or nodes, and without an outer loop of 1-bit optimizers."""
     between: list[Sync | Mix | Train] = [*records.of(Sync), *records.of(Mix)]
     starts = records.of(Start)
     if any(not start.has_outer_loop for start in starts):
@@ -180,12 +180,12 @@ def exchanges(records: IslandRun | Section) -> list[Sync | Mix | Train]:
 
 
 def exchanged(island: IslandRun, kind: Literal["bytes_sent", "bytes_received"]) -> int | None:
-    """All bytes of an island. What a resume threw away counts too, so that the figure never falls."""
+    """Returns all bytes of an island, including what a resume discarded, so that the figure never falls."""
     return total([0, *(getattr(one, kind) for section in island.sections for one in exchanges(section))])
 
 
 def total(values: Iterable[_Number | None]) -> _Number | None:
-    """The sum; None when a value is missing, or there is none: a part is not the whole."""
+    """Returns the sum; None if a value is unknown or there are no values."""
     values = list(values)
     known = [value for value in values if value is not None]
     return sum(known[1:], known[0]) if known and len(known) == len(values) else None
@@ -194,13 +194,13 @@ def total(values: Iterable[_Number | None]) -> _Number | None:
 def _bytes_per_step_sync(start: Start, num_steps: int | None) -> int | None:
     if num_steps is None or start.num_parameters is None or not start.num_islands:
         return None
-    # exact in integers but for the last division: counts may pass 2**53
+    # integer arithmetic, exact except for the last division: counts may exceed 2**53
     gradients = num_steps * 2 * (start.num_islands - 1) * start.num_parameters
     return gradients * BYTES_PER_GRADIENT // start.num_islands
 
 
 def _last_evaluations(island: IslandRun) -> tuple[Eval | None, Eval | None]:
-    """The last evaluation of the weights that were wanted, and a later one of the inner weights if there is any."""
+    """Returns the last evaluation of the wanted weights, and the last of all if it is later and of inner weights."""
     evaluations = [record for record in island.of(Eval) if record.eval_loss is not None]
     outer = next((record for record in reversed(island.evaluations()) if record.eval_loss is not None), None)
     latest = evaluations[-1] if evaluations else None
@@ -210,19 +210,20 @@ def _last_evaluations(island: IslandRun) -> tuple[Eval | None, Eval | None]:
 
 
 def _seen(island: IslandRun, per_step: str) -> int | None:
-    """Tokens, or images, of the steps that stand."""
+    """Returns the tokens or images of all steps, without those that a resume discarded."""
     seen = seen_until(island, per_step)
     return None if seen is None else round(seen)
 
 
 def seen_until(island: IslandRun, per_step: str, step: float = math.inf) -> float | None:
-    """Tokens, or images, of an island's steps up to this one, as far as they are on record.
+    """Returns the tokens or images of an island's recorded steps up to `step`.
 
-    Each start counts at its own batch, which other ranks may have changed.
+    Each section counts with its own batch size, as the number of ranks may have changed.
 
     Args:
-        per_step: what `Start` calls the number of them in a step.
-        step: the last that counts, if the record goes so far.
+        island: the island's record.
+        per_step: the field of `Start` with the number per step.
+        step: the last step to count.
     """
     numbers: list[float | None] = [getattr(section.start, per_step, None) for section in island.sections]
     steps = _steps_of_sections(island, step)
@@ -230,10 +231,10 @@ def seen_until(island: IslandRun, per_step: str, step: float = math.inf) -> floa
 
 
 def _steps_of_sections(island: IslandRun, step: float = math.inf) -> list[int]:
-    """How many steps of each section stand, of those up to `step`: until where a later one resumes.
+    """Returns how many steps up to `step` count in each section: those before the step where a later one resumes.
 
-    A node that returns to the others begins behind steps that it has not taken, and a script may resume from another
-    run's checkpoint.
+    A section may begin after steps that the record lacks: a node that rejoins starts at the others' step, and a script
+    may resume from another run's checkpoint.
     """
     steps: list[int] = []
     step = min(step, island.last_step or 0)
@@ -246,9 +247,9 @@ def _steps_of_sections(island: IslandRun, step: float = math.inf) -> list[int]:
 
 
 def _per_second(sections: Sequence[Section], per_step: str) -> float | None:
-    """All tokens or images trained on, repeated steps too, over all time spent, evaluation and saving included.
+    """Returns tokens or images per second, including repeated steps, and the time of evaluation and saving.
 
-    `per_step` is what `Start` calls the number of them in a step.
+    `per_step` is the field of `Start` with the number per step.
     """
     seen = total(_section_seen(section, per_step) for section in sections)
     seconds = total(_section_elapsed(section) for section in sections)
@@ -264,7 +265,7 @@ def _section_seen(section: Section, per_step: str) -> float | None:
 
 
 def _section_elapsed(section: Section) -> float | None:
-    """Seconds of training: measured by the island, or for a killed one between its first and last line."""
+    """Returns the seconds of training: as the island measured, or if killed, from its first to its last line."""
     end = section.of(End)
     if end and end[-1].seconds_total is not None:
         return end[-1].seconds_total
@@ -273,7 +274,7 @@ def _section_elapsed(section: Section) -> float | None:
 
 
 def _section_seconds(section: Section) -> TimeSplit | None:
-    """What the rounds took, and as computing the rest of the time; a killed section is followed to its last round."""
+    """Returns the time of the rounds, and the rest as computing; for a killed section, up to its last round."""
     syncs, end = section.of(Sync), section.of(End)
     if section.start is not None and section.start.method is not None:
         return _mixing_seconds(section)
@@ -290,7 +291,7 @@ def _section_seconds(section: Section) -> TimeSplit | None:
 
 
 def _mixing_seconds(section: Section) -> TimeSplit | None:
-    """Time of a node that exchanges in every step; waiting for others counts as exchanging."""
+    """Returns the time of a node that exchanges in every step; waiting counts as exchanging."""
     whole, exchanging = _section_elapsed(section), _spent(mix.stalled_exchanging for mix in section.of(Mix))
     if whole is None or exchanging is None:
         return None
@@ -298,5 +299,5 @@ def _mixing_seconds(section: Section) -> TimeSplit | None:
 
 
 def _spent(seconds: Iterable[float | None]) -> float | None:
-    """The sum, which is nothing for no rounds, and unknown when one is."""
+    """Returns the sum: 0 without rounds, None if one is unknown."""
     return total([0.0, *seconds])

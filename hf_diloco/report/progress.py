@@ -1,4 +1,4 @@
-"""`progress.json`: what an island's leader says about itself, read a few times a second."""
+"""Reads `progress.json`, in which an island's leader reports its progress."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ STOPPED_EARLY = "stopped"
 AT_THE_END = ("done", STOPPED_EARLY, "failed")
 
 _Figure = Annotated[float, AfterValidator(lambda value: value if math.isfinite(value) else None)]
-"""None in the place of what is no finite number."""
+"""A float; non-finite numbers become None."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where an island stands.
+    """An island's progress.
 
     Attributes:
-        state: starting, training, syncing, evaluating, saving, done or failed; of a script also stopped: its training
-            ended early, because it was asked to.
+        state: starting, training, syncing, evaluating, saving, done or failed; of a script also stopped: training
+            ended early on request.
         step: optimizer steps done, of `max_steps` (0: not known yet).
-        round: synchronisations done.
+        round: completed rounds.
         loss: the last training loss; None before the first.
-        tokens_per_second: of the whole island; None before the first measurement.
-        unit: what is counted in the place of tokens, where that is something else.
-        message: what the state alone does not say; may be empty.
-        noun: what it is called, where it says so: island, or node.
-        can_stop: whether it ends with a checkpoint when it is asked to.
+        tokens_per_second: of the whole island, in `unit`; None before the first measurement.
+        unit: the counted unit, if not tokens.
+        message: details of the state; may be empty.
+        noun: what to call the participant, if the file says: island or node.
+        can_stop: whether the island stops with a checkpoint on request.
     """
 
     state: str = BEFORE_TRAINING
@@ -49,17 +49,17 @@ class Progress:
 
     @property
     def training_has_begun(self) -> bool:
-        """Whether it has something to save."""
+        """Whether the island has anything to save."""
         return self.state != BEFORE_TRAINING
 
     @property
     def can_save(self) -> bool:
-        """Whether it writes a checkpoint when it is asked to end."""
+        """Whether the island writes a checkpoint when asked to stop."""
         return self.training_has_begun and self.can_stop
 
     @property
     def is_ending(self) -> bool:
-        """Whether it ends by itself, at any moment."""
+        """Whether the process is about to exit by itself."""
         return self.state in AT_THE_END
 
 
@@ -67,7 +67,7 @@ _PROGRESS = TypeAdapter(Progress)
 
 
 def read_progress(path: Path) -> Progress:
-    """The progress in the file; the state before training where there is none (or none yet)."""
+    """Returns the progress in the file; the defaults ("starting") if the file is missing or invalid."""
     known = {name: value for name, value in read_json(path).items() if value is not None}
     try:
         return _PROGRESS.validate_python(known)

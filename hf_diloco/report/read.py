@@ -1,4 +1,4 @@
-"""A run folder as typed records: tolerant of torn lines, resumed sections and islands that ran elsewhere."""
+"""Reads a run folder as typed records; tolerates partial lines, resumed sections and islands that ran elsewhere."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _R = TypeVar("_R", bound=Record)
 
 @dataclass(frozen=True)
 class Section:
-    """One stretch of training between a start (or resume) and its end, exactly as recorded."""
+    """The records of one stretch of training, from a start or resume to its end."""
 
     records: tuple[AnyRecord, ...]
 
     def of(self, kind: type[_R]) -> list[_R]:
-        """The records of one kind, in the order written."""
+        """Returns the records of one kind, in the order written."""
         return [record for record in self.records if isinstance(record, kind)]
 
     @property
@@ -36,14 +36,14 @@ class Section:
 
 @dataclass(frozen=True)
 class IslandRun:
-    """What one island recorded.
+    """The records of one island.
 
     Attributes:
-        record: where its record lies; a script may write it to a folder of its own.
-        sections: every stretch of training, also the parts that a resume threw away.
-        num_bad_lines: unreadable lines, apart from a section's torn last one (which a killed process leaves).
-        progress: the last `progress.json`; empty when there is none.
-        summary: `summary.json`; empty when there is none.
+        record: the path of its record; a script may write it to a folder of its own.
+        sections: all stretches of training, including parts that a resume discarded.
+        num_bad_lines: unreadable lines, not counting a section's partial last line (which a killed process leaves).
+        progress: the last `progress.json`; empty if there is none.
+        summary: `summary.json`; empty if there is none.
     """
 
     island: int
@@ -55,12 +55,12 @@ class IslandRun:
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, kind: type[_R]) -> list[_R]:
-        """The records of one kind that stand, sorted by step: none that a resumed section superseded."""
+        """Returns the records of one kind, sorted by step, without those that a resume discarded."""
         return [record for record in self._standing if isinstance(record, kind)]
 
     @property
     def last_step(self) -> int | None:
-        """The step that its record goes to."""
+        """The last recorded step."""
         return self._standing[-1].step if self._standing else None
 
     @cached_property
@@ -73,7 +73,7 @@ class IslandRun:
         return next((section.start for section in reversed(self.sections) if section.start), None)
 
     def evaluations(self, wanted: bool = True) -> list[Eval]:
-        """Those of the weights that were to be evaluated, or of others instead."""
+        """Returns the evaluations of the wanted weights (see `Start.weights_wanted`), or of the other weights."""
         kind = self.start.weights_wanted if self.start else "outer"
         return [one for one in self.of(Eval) if one.weights is not None and (one.weights == kind) is wanted]
 
@@ -84,8 +84,8 @@ class Run:
 
     Attributes:
         islands: the islands whose records are here, by number.
-        settings: `run.json`: the resolved configuration; empty when there is none.
-        model: the folder of the final model, if the run has written it.
+        settings: `run.json`, the resolved configuration; empty if there is none.
+        model: the folder of the final model, if the run has written one.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def rendezvous(self) -> str | None:
-        """Where its islands, or nodes, meet, as its settings say, or the record of a script, which has none."""
+        """Where the islands or nodes meet: from the settings, or without settings (in scripts) from the record."""
         if not self.settings:
             starts = (island.start for island in self.islands)
             return next((start.rendezvous for start in starts if start and start.rendezvous), None)
@@ -108,7 +108,7 @@ def load_run(path: str | Path) -> Run:
     """Reads a run folder (`runs/NAME`), or the folder of a single island that holds `metrics.jsonl`.
 
     Raises:
-        ConfigError: when the folder is neither; the message says which folder to give.
+        ConfigError: the folder is neither; the message says which folder to give.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -134,7 +134,7 @@ def _single_island(folder: Path) -> Run:
 
 
 def _island_folders(folder: Path) -> dict[int, Path]:
-    """The `island-N` folders that hold a record, or will: an island may not have started to train yet."""
+    """Returns the `island-N` folders by number, including those of islands that have not recorded anything yet."""
     matches = ((_ISLAND_FOLDER.fullmatch(entry.name), entry) for entry in folder.iterdir() if entry.is_dir())
     return {int(match[1]): entry for match, entry in matches if match}
 
@@ -153,32 +153,32 @@ def _not_a_run(folder: Path) -> str:
 
 
 def load_island(folder: Path, number: int | None) -> IslandRun:
-    """What lies in an island's folder; a `number` of None is as its record says."""
+    """Reads an island's folder; with a `number` of None, takes the number from the record."""
     progress, summary = read_json(folder / PROGRESS_FILE), read_json(folder / SUMMARY_FILE)
     path = folder / METRICS_FILE
     records, num_bad_lines = _read_records(path)
-    elsewhere = progress.get("record")  # the launcher's folder of a script that writes to another
+    elsewhere = progress.get("record")  # set if a script writes its record to another folder
     if isinstance(elsewhere, str) and not records:
         with suppress(ConfigError, ValueError):  # it may be a path on another machine, or none
             found, num_bad = _read_records(Path(elsewhere) / METRICS_FILE)
             if _was_launched_in(folder, found):
                 path, records, num_bad_lines = Path(elsewhere) / METRICS_FILE, found, num_bad
     sections = tuple(Section(tuple(part)) for part in _split(records))
-    if number is None:  # a folder of another name: the record says which island it is
+    if number is None:  # not an island-N folder
         number = next((s.start.island for s in sections if s.start and s.start.island is not None), 0)
     return IslandRun(number, folder, path, sections, num_bad_lines, progress, summary)
 
 
 def _was_launched_in(folder: Path, records: Iterable[AnyRecord]) -> bool:
-    """Whether records say so themselves."""
+    """Whether the records' starts name `folder` as the launcher's folder."""
     folders = {record.launched_in for record in records if isinstance(record, Start)}
     return any(Path(name).resolve() == folder.resolve() for name in folders if name)
 
 
 def _read_records(path: Path) -> tuple[list[AnyRecord], int]:
-    """All readable records of a file, and the number of unreadable lines.
+    """Returns all readable records of a file, and the number of unreadable lines.
 
-    A line torn by the end of its process, the last of the file or the one before a new start, is not counted.
+    Does not count a partial line that a killed process left: the last of the file, or the last before a new start.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -203,7 +203,7 @@ def _read_records(path: Path) -> tuple[list[AnyRecord], int]:
 
 
 def _split(records: Iterable[AnyRecord]) -> Iterator[list[AnyRecord]]:
-    """Cuts a record before every start."""
+    """Splits the records before every start."""
     section: list[AnyRecord] = []
     for record in records:
         if isinstance(record, Start) and section:
@@ -215,12 +215,12 @@ def _split(records: Iterable[AnyRecord]) -> Iterator[list[AnyRecord]]:
 
 
 def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
-    """The records that count, by step.
+    """Returns the records that count, sorted by step.
 
-    A section that resumes at step s supersedes what earlier ones recorded after s, and their rounds after the one that
-    it starts from: an island may join a run that others have begun anew from an earlier round. The last of several
-    records of one event and step wins. Within a section such records complete each other: a Trainer may log twice in a
-    step. Several rounds may end with one step, where they pass behind the steps.
+    A section that resumes at step s replaces earlier records after s, and rounds after the round it starts from: an
+    island may join a run that others have restarted from an earlier round. Of several records with the same event and
+    step, the last section's wins. Within a section they are merged, as a Trainer may log twice in a step. Several
+    rounds may end at one step if they run in the background.
     """
     kept: dict[tuple[str, int], AnyRecord] = {}
     for section in sections:
@@ -236,16 +236,16 @@ def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
 
 
 def _stands(record: AnyRecord, start: Start) -> bool:
-    """Whether a record is of what a later start goes on from."""
+    """Whether a record still counts after a later start."""
     is_undone = isinstance(record, Sync) and start.round is not None and record.round > start.round
     return record.step <= start.step and not is_undone
 
 
 def _key(record: AnyRecord) -> tuple[str, int]:
-    """What a later record of the same takes the place of; of one step outer and inner weights may be evaluated."""
+    """Returns the key by which later records replace earlier ones. A step may have evaluations of several weights."""
     if isinstance(record, Sync):
         return record.event, record.round
-    if isinstance(record, Neighbour | Refused):  # each tells of others
+    if isinstance(record, Neighbour | Refused):  # each is about other islands
         return str(record), record.step
     if isinstance(record, Eval):
         return f"{record.event} {record.weights} {record.name}", record.step

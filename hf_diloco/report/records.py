@@ -1,8 +1,7 @@
-"""The lines of `metrics.jsonl` as types: one class an event, every measured value optional.
+"""Types for the lines of `metrics.jsonl`: one class per event, every measured value optional.
 
-A value that was not recorded stays None and is shown as missing; nothing is filled in. A loss recorded as null is one
-that was not finite, which JSON cannot hold: it is read as NaN.
-Times are seconds, traffic is bytes, both island totals.
+A value that was not recorded is None and shown as missing. A loss recorded as null was not finite, which JSON cannot
+represent; it is read as NaN. Times are in seconds, traffic in bytes, both summed over the island's ranks.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-# The upper limits keep every sum and product of such values finite; no real run comes near them.
+# The upper limits keep all sums and products of these values finite; no real run comes near them.
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
-NumIslands = Annotated[int, Field(ge=0, le=2**16)]  # each that has no record is named
+NumIslands = Annotated[int, Field(ge=0, le=2**16)]  # reports list each island without a record
 Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 _OF_NAMED = re.compile(r"eval_.+_runtime")
 Loss = Annotated[float | None, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 class Record(BaseModel):
-    """What every line has: the optimizer step it belongs to, and when it was written (unix seconds)."""
+    """Fields of every line: its optimizer step, and the time when it was written (unix seconds)."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -33,12 +32,12 @@ class Record(BaseModel):
 
 
 class Start(Record):
-    """An island began to train, or continued from a checkpoint of step `step`.
+    """An island began to train, or resumed from a checkpoint of step `step`.
 
     Attributes:
-        launched_in: the launcher's folder of the island, where a script writes its record to another.
-        rendezvous: where the islands, or nodes, meet.
-        round: rounds of the run that were complete; an island may have completed more, in a run that began anew since.
+        launched_in: the launcher's folder of the island, if the launcher started it.
+        rendezvous: where the islands or nodes meet.
+        round: completed rounds of the run. The island's record may have more, if the run went back since.
     """
 
     event: Literal["start"]
@@ -67,17 +66,17 @@ class Start(Record):
 
     @property
     def weights_wanted(self) -> str:
-        """Which weights are to be evaluated: a node's own where the user has set that, else the common ones."""
+        """The weights to evaluate: "inner" (a node's own) with `eval_weights: local`, else "outer" (common ones)."""
         return "inner" if self.eval_weights == "local" else "outer"
 
     @property
     def images_per_step(self) -> float | None:
-        """Of an image classifier: those are trained by nodes with a method."""
+        """Examples per step of a gossip node, which trains on images; None for islands."""
         return None if self.method is None else self.examples_per_step
 
 
 class Train(Record):
-    """What the Trainer logged: the inner loss is that of the island's own batch."""
+    """Values that the Trainer logged. The loss is the inner loss, on the island's own batches."""
 
     event: Literal["train"]
     loss: Loss = None
@@ -85,15 +84,16 @@ class Train(Record):
 
     @property
     def bytes_received(self) -> int | None:
-        """Between the ranks of an island: what one sends another receives."""
+        """Bytes received; equal to those sent, as both are between the island's own ranks."""
         return self.bytes_sent
 
 
 class Eval(Record):
-    """An evaluation, of the outer weights when it was taken on a synchronisation boundary.
+    """An evaluation of the weights in `weights`: outer or inner.
 
     Attributes:
-        name: which of several data sets it is of, whose loss is `named_loss`; empty: there is one, with `eval_loss`.
+        name: the data set's name, if there are several; its loss is `named_loss`. Empty for a single data set, with
+            `eval_loss`.
     """
 
     event: Literal["eval"]
@@ -107,7 +107,7 @@ class Eval(Record):
     @model_validator(mode="before")
     @classmethod
     def _find_name(cls, values: Any) -> Any:
-        """The Trainer logs eval_NAME_loss and eval_NAME_runtime, which tells NAME from the name of a metric."""
+        """Finds NAME in the Trainer's eval_NAME_loss; eval_NAME_runtime distinguishes NAME from a metric's name."""
         if not isinstance(values, Mapping) or "eval_loss" in values:
             return values
         names = [key[len("eval_") : -len("_runtime")] for key in values if _OF_NAMED.fullmatch(key)]
@@ -135,13 +135,13 @@ class Sync(Record):
 
     @property
     def stalled_exchanging(self) -> float | None:
-        """Seconds of exchanging that training stood still for: what waiting and exchanging took last."""
+        """Seconds of exchanging during which training paused. Hidden seconds are first subtracted from waiting."""
         stalled = self._stalled()
         return None if stalled is None or self.seconds_exchanging is None else min(self.seconds_exchanging, stalled)
 
     @property
     def stalled_waiting(self) -> float | None:
-        """Seconds of waiting for other islands that training stood still for."""
+        """Seconds of waiting for other islands during which training paused."""
         stalled, exchanging = self._stalled(), self.stalled_exchanging
         return None if stalled is None or exchanging is None else stalled - exchanging
 
@@ -152,7 +152,7 @@ class Sync(Record):
 
 
 class Mix(Record):
-    """What a node of a graph exchanged with its neighbours since its last such line."""
+    """A gossip node's exchanges with its neighbours since its last `mix` event."""
 
     event: Literal["mix"]
     seconds_exchanging: Seconds | None = None
@@ -162,12 +162,12 @@ class Mix(Record):
 
     @property
     def stalled_exchanging(self) -> float | None:
-        """Seconds of exchanging that training stood still for."""
+        """Seconds of exchanging during which training paused."""
         seconds = self.seconds_exchanging
         return None if seconds is None else max(0.0, seconds - (self.seconds_hidden or 0.0))
 
     def plus(self, later: Mix) -> Mix:
-        """Both in one: the last step's line, and the one at the end of training, are of one step."""
+        """Adds two events of one step, such as the last step's and the one at the end of training."""
         names = ("seconds_exchanging", "seconds_hidden", "bytes_sent", "bytes_received")
         pairs = {name: (getattr(self, name), getattr(later, name)) for name in names}
         sums = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
@@ -182,20 +182,24 @@ class Neighbour(Record):
 
 
 class Refused(Record):
-    """Islands whose contributions were refused since the last such line, by number, with the reasons."""
+    """Islands whose contributions were refused since the last `refused` event, by number, with the reasons."""
 
     event: Literal["refused"]
     islands: dict[str, str] = Field(default_factory=dict)
 
 
 class Save(Record):
-    """A checkpoint of this step was written, from which a later section may go on."""
+    """A checkpoint of this step was written; a later section may resume from it."""
 
     event: Literal["save"]
 
 
 class End(Record):
-    """Training ended in order; times are of the section since its `start`. A run ends for all with its last round."""
+    """Training ended normally. Times cover the section since its `start`.
+
+    Attributes:
+        run_is_over: whether the run's last round is complete, which ends the run for all islands.
+    """
 
     event: Literal["end"]
     seconds_total: Seconds | None = None
@@ -216,7 +220,7 @@ def parse_line(line: bytes) -> AnyRecord | None:
         The record; None for an event of a later version.
 
     Raises:
-        ValueError: when the line is torn, is no JSON, or holds a value that cannot be one of its kind.
+        ValueError: the line is incomplete, is not JSON, or has an invalid value.
     """
     try:
         return _ADAPTER.validate_json(line)

@@ -1,4 +1,4 @@
-"""The report in words, for the console and for the page alike: of islands with rounds, or of nodes on a graph."""
+"""The report as text, for the console and the page, of islands with rounds or of nodes on a graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUND_COLUMNS = (
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Prints the figures of the run, a row for each island, and the warnings; on standard output by default."""
+    """Prints the run's figures, a row per island, and the warnings; to standard output by default."""
     from hf_diloco.utils.tables import empty_table, fact_table, output, plain, print_figures, warning
 
     heading = plain(title(report))
@@ -41,7 +41,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def title(report: Report) -> str:
-    """One line that says what the report is of, and what it covers."""
+    """Returns one line with the run's name, its size, and which islands the report covers."""
     done = ""
     if report.method is not None:
         done = f", {text.count(report.steps)} steps"
@@ -52,7 +52,7 @@ def title(report: Report) -> str:
 
 
 def subtitle(report: Report) -> str:
-    """What was trained, and how, in one line; what is unknown is left out."""
+    """Returns one line about the model and the method; unknown parts are left out."""
     layouts = sorted({island.shards for island in report.islands if island.shards})
     known = [
         (report.size, text.counted(report.size, report.noun)),
@@ -69,7 +69,7 @@ def subtitle(report: Report) -> str:
 
 
 def overview(report: Report) -> list[tuple[str, str]]:
-    """The run's figures, one a row."""
+    """Returns the run's figures, one per row."""
     step, distance = text.count(report.eval_step), report.consensus_distance
     if report.method is not None:
         consensus = text.MISSING if distance is None else f"relative distance from the mean: {text.number(distance)}"
@@ -101,7 +101,7 @@ def overview(report: Report) -> list[tuple[str, str]]:
 
 
 def _losses(report: Report, loss: str) -> list[tuple[str, str]]:
-    """The evaluation loss, or, where several data sets were evaluated, that of each."""
+    """Returns the evaluation loss, or with several data sets the loss on each."""
     named = [(f"evaluation loss, {name}", text.loss(value)) for name, value in report.named_losses.items()]
     return named if named and report.eval_loss is None else [("evaluation loss", loss), *named]
 
@@ -125,7 +125,7 @@ def _throughput(report: Report) -> str:
 
 
 def _traffic(report: Report, repeated_in: str) -> str:
-    """What was sent and received, and what a resume threw away."""
+    """Returns the traffic sent and received, and the traffic of rounds or steps that were repeated."""
     if report.bytes_sent is None:
         return text.MISSING
     again = f" (and {text.size(report.bytes_repeated)} in {repeated_in} done again)" if report.bytes_repeated else ""
@@ -133,7 +133,7 @@ def _traffic(report: Report, repeated_in: str) -> str:
 
 
 def _per_step(report: Report) -> str:
-    """What data parallelism would have sent. That it is less than nodes have sent is no defect."""
+    """Returns what data parallelism would have sent. Gossip nodes may send more, which is not a defect."""
     would, sent = report.bytes_per_step_sync, report.bytes_sent
     if would is None:
         return text.MISSING
@@ -157,7 +157,7 @@ def _time(report: Report) -> str:
 
 
 def _every(report: Report) -> str:
-    """How often there is a round, in inner steps."""
+    """Returns how often rounds take place, in inner steps."""
     if not report.sync_every:
         return ""
     steps = text.counted(report.sync_every, "step")
@@ -174,7 +174,7 @@ def _hashes(report: Report) -> str:
 
 
 def _method(report: Report) -> str:
-    """A gossip method and its graph, with the payload unless vectors travel as they are, and outer steps if any."""
+    """Returns the gossip method and its graph, the payload unless it is fp32, and the outer steps if any."""
     payload = "" if report.payload in (None, "fp32") else f", {report.payload} payload"
     outer = ""
     if report.outer_method is not None:
@@ -185,7 +185,7 @@ def _method(report: Report) -> str:
 
 @dataclass(frozen=True)
 class Tile:
-    """One of the figures at the top of the page."""
+    """A figure at the top of the page."""
 
     name: str
     value: str
@@ -193,7 +193,7 @@ class Tile:
 
 
 def tiles(report: Report) -> list[Tile]:
-    """The figures that a reader looks for first."""
+    """Returns the most important figures, for the top of the page."""
     shares = report.shares or TimeSplit()
     loss, step = text.loss(report.eval_loss), text.count(report.eval_step)
     sent, would = text.size(report.bytes_sent), text.size(report.bytes_per_step_sync)
@@ -218,12 +218,12 @@ def tiles(report: Report) -> list[Tile]:
 
 
 def island_columns(report: Report) -> tuple[str, ...]:
-    """What `island_row` holds."""
+    """Returns the column names of `island_row`."""
     return ISLAND_COLUMNS if report.method is None else NODE_COLUMNS
 
 
 def island_row(report: Report, island: IslandReport) -> tuple[str, ...]:
-    """One island's figures, in the order of `island_columns`."""
+    """Returns one island's figures, in the order of `island_columns`."""
     shares = island.shares or TimeSplit()
     is_node = report.method is not None
     waiting = () if is_node else (text.share(shares.waiting),)
@@ -242,7 +242,7 @@ def island_row(report: Report, island: IslandReport) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RoundRow:
-    """One round's cells in the order of `ROUND_COLUMNS`, the hash apart; `verdict` is good, bad, or empty."""
+    """One round's cells in the order of `ROUND_COLUMNS`, without the hash; `verdict` is good, bad, or empty."""
 
     cells: tuple[str, ...]
     hash: str
@@ -250,7 +250,7 @@ class RoundRow:
 
 
 def round_row(entry: RoundReport) -> RoundRow:
-    """One round's figures."""
+    """Returns one round's figures."""
     parts = entry.seconds
     times = (parts.computing, parts.waiting, parts.exchanging, parts.applying)
     cells = (
