@@ -1,1 +1,1 @@
-"""What all kinds of runs have in common: run file, run folder, process environment, the Trainer's arguments."""
+"""Common parts of all kinds of runs: run file, run folder, process environment, the Trainer's arguments."""

@@ -1,4 +1,4 @@
-"""The `training:` block: checked against the types of TrainingArguments, and made into them."""
+"""The `training:` block: checks it against the types of TrainingArguments, and creates them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,14 @@ _RANGES: dict[str, Any] = {
 }
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-_OF_THE_MODEL = ("params", "model", "optimizer_dict")  # what some optimizers are made of
+_OF_THE_MODEL = ("params", "model", "optimizer_dict")  # some optimizers take these instead of parameters
 
 
 def check_names(training: dict[str, Any]) -> None:
-    """As `check_training`, of the names alone; without the seconds of an import, unless there is something to say."""
+    """Checks only the names in a `training:` block, without importing transformers, which takes seconds.
+
+    Calls `check_training` if a name is unknown.
+    """
     spec = importlib.util.find_spec("transformers")
     for folder in (spec and spec.submodule_search_locations) or ():
         tree = ast.parse((Path(folder) / "training_args.py").read_text(encoding="utf-8"))
@@ -61,7 +64,7 @@ def check_names(training: dict[str, Any]) -> None:
 
 
 def check_training(training: dict[str, Any]) -> None:
-    """Raises `ConfigError` for wrong names, types and ranges in a `training:` block, and trackers that are missing."""
+    """Raises `ConfigError` for wrong names, types and ranges in a `training:` block, and for missing trackers."""
     from transformers import TrainingArguments
 
     types = get_type_hints(TrainingArguments)
@@ -73,10 +76,10 @@ def check_training(training: dict[str, Any]) -> None:
 
 
 def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArguments:
-    """TrainingArguments of one island, with what its task decides. Starts the island's process group, if there is one.
+    """Creates the TrainingArguments of one island, with its task's settings. Starts its process group, if any.
 
     Raises:
-        ConfigError: when transformers or DeepSpeed refuse the settings, with their reason.
+        ConfigError: transformers or DeepSpeed refuse the settings; the message has the reason.
     """
     from transformers import TrainingArguments
 
@@ -111,11 +114,14 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
 
 
 def _try_settings(args: TrainingArguments, training: Mapping[str, Any]) -> None:
-    """Makes what the Trainer makes of its arguments once data and model are ready, which may take hours.
+    """Creates the objects that the Trainer creates from its arguments, before data and model take hours to prepare.
 
     Args:
         args: the arguments.
-        training: what the run file says.
+        training: the block `training` of the run file.
+
+    Raises:
+        ConfigError: an object cannot be created, or a setting has no effect.
     """
     import torch
     from accelerate.utils import DynamoBackend, GradientAccumulationPlugin
@@ -172,7 +178,7 @@ def _try_settings(args: TrainingArguments, training: Mapping[str, Any]) -> None:
 
 
 def check_evaluation(args: TrainingArguments, num_examples: int) -> None:
-    """Raises `ConfigError` if an evaluation would have no batch, and so no loss, which training finds at its end."""
+    """Raises `ConfigError` if an evaluation would have no batch, and thus no loss, before training starts."""
     at_once = args.eval_batch_size * args.world_size
     if args.dataloader_drop_last and num_examples < at_once:
         raise ConfigError(
@@ -182,7 +188,7 @@ def check_evaluation(args: TrainingArguments, num_examples: int) -> None:
 
 
 def check_model(args: TrainingArguments, model: PreTrainedModel) -> None:
-    """Raises `ConfigError` for what the model's class cannot do, which training would find when all have met."""
+    """Raises `ConfigError` for settings that the model's class does not support, before the islands meet."""
     kind = type(model).__name__
     if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise ConfigError(f"training.gradient_checkpointing: {kind} cannot compute activations again; set it to false")
@@ -196,7 +202,7 @@ def check_model(args: TrainingArguments, model: PreTrainedModel) -> None:
 
 
 def uses_cpu(run: BaseRun) -> bool:
-    """Whether the island trains on the CPU: as the run file says, else when there is no CUDA device."""
+    """Whether the island trains on the CPU: by the run file, else if there is no CUDA device."""
     import torch
 
     return not torch.cuda.is_available() if run.launch.use_cpu is None else run.launch.use_cpu
@@ -218,11 +224,10 @@ def _fsdp_arguments(run: BaseRun) -> dict[str, Any]:
 
 
 def _shard_on_cpu(args: TrainingArguments) -> None:
-    """Has Accelerate take up FSDP on CPU, too.
+    """Makes Accelerate use FSDP on CPU, too.
 
-    It asks for one of the kinds of devices that it lists, with CPU left out, and otherwise trains whole models without
-    a word. FSDP2 itself works on CPU, with Gloo: so Accelerate is told that these ranks are of a kind that it lists.
-    The device stays the CPU.
+    Accelerate enables FSDP only for a list of device types without CPU, and otherwise silently trains whole models.
+    FSDP2 itself works on CPU, with Gloo. So this sets the distributed type to one of the list; the device stays CPU.
     """
     from accelerate.utils import DistributedType
 
@@ -233,14 +238,14 @@ def _shard_on_cpu(args: TrainingArguments) -> None:
 
 
 def is_training_argument(key: str) -> bool:
-    """Whether the block `training` may have such a setting."""
+    """Whether the block `training` may have this setting."""
     from transformers import TrainingArguments
 
     return key in {field.name for field in dataclasses.fields(TrainingArguments)} - DECIDED_ELSEWHERE.keys()
 
 
 def training_takes_null(key: str) -> bool:
-    """Whether null is a value of a setting in the block `training`; also of one that is not known."""
+    """Whether a setting in the block `training` may be null; True for unknown settings."""
     from transformers import TrainingArguments
 
     kind = get_type_hints(TrainingArguments).get(key)

@@ -1,4 +1,4 @@
-"""What the run files of all tasks have in common."""
+"""Common base of the run files of all tasks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ DECIDED_ELSEWHERE = {
     ),
     "hub_token": "the token is that of this machine's user; run `hf auth login`, or set HF_TOKEN",
 }
-"""Settings of the Trainer that a run file decides in another place, or that have no effect, each with the reason."""
+"""Settings of the Trainer that a run file sets elsewhere, or that have no effect, each with the reason."""
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 _SWITCHED_BY = {
@@ -71,7 +71,7 @@ _SWITCHED_BY = {
     **dict.fromkeys((f"{name}_kwargs" for name in _CHECKPOINTING), _CHECKPOINTING),
     "liger_kernel_config": ("use_liger_kernel",),
 }
-"""Settings of the Trainer that are nothing without another one, or its older name. That may be off, if it is there."""
+"""Settings of the Trainer that have no effect without another one (or its older name), which must be set, even off."""
 
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 """Settings of the Trainer that it hands to DDP alone."""
@@ -79,7 +79,7 @@ _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buf
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
 
 MODELS = ("preset", "path", "config")
-"""Settings of the block `model`, of which one is given."""
+"""Settings of the block `model`; exactly one is given."""
 
 
 class LaunchBlock(Block):
@@ -113,10 +113,10 @@ class FsdpBlock(Block):
     )
 
     def num_shards(self, num_ranks: int) -> int:
-        """Ranks among which each replica is divided.
+        """Returns the number of ranks over which each replica is sharded.
 
         Raises:
-            ConfigError: they cannot be divided into replicas that are sharded.
+            ConfigError: the ranks cannot be divided into equal replicas of at least two ranks.
         """
         num_shards, rest = divmod(num_ranks, self.num_replicas)
         if self.num_replicas > 1 and (rest or num_shards < 2):
@@ -128,7 +128,7 @@ class FsdpBlock(Block):
 
 
 def check_model(preset: str | None, path: str | None, config: dict[str, Any] | None, example: str) -> None:
-    """Raises `ValueError` unless exactly one of them makes the model; `example`: a type that a config may name."""
+    """Raises `ValueError` unless exactly one of the three is given; `example` is a `model_type` for the message."""
     given = [name for name, value in zip(MODELS, (preset, path, config), strict=True) if value is not None]
     if len(given) != 1:
         raise ValueError(
@@ -148,12 +148,12 @@ class PushBlock(Block):
 
 
 def _tell_that_name_may_be_left_out(schema: dict[str, Any]) -> None:
-    """Who reads the file puts in its own."""
+    """Removes `name` from the schema's required fields: the default is the run file's name."""
     schema["required"].remove("name")
 
 
 def problem_of_name(name: str) -> str:
-    """Why a run cannot have this name; empty if it can."""
+    """Returns why a run cannot have this name; "" if it can."""
     if re.fullmatch(_NAME, name):
         return ""
     return f"{name!r} cannot be a run's, whose folder has it: take letters, digits, and . _ + = - behind the first"
@@ -163,14 +163,15 @@ class BaseRun(Block):
     """A run: what is trained, how, and where its folder is.
 
     Attributes:
-        module: what a process of the run executes.
-        meeting_name: the block that is `meeting`.
-        unit: what it calls one that takes part.
+        module: the module that a process of the run executes.
+        meeting_name: the name of the block that `meeting` returns.
+        unit: what a participant is called.
         files: settings that name files.
-        where: whether islands or nodes train; they refuse different settings.
-        alternatives: for each block, settings of which only one is given; on the command line it replaces the others.
-        settings_of_order: on which depends what a position in the data means, besides seeds.
-        metrics: what evaluations measure.
+        where: the entry point, for `REFUSALS`: islands or nodes.
+        alternatives: for each block, settings that exclude each other; one given on the command line replaces the
+            others.
+        settings_of_order: settings that, besides seeds, determine the order of the data.
+        metrics: metrics that evaluations measure.
     """
 
     model_config = ConfigDict(json_schema_extra=_tell_that_name_may_be_left_out)
@@ -196,15 +197,15 @@ class BaseRun(Block):
 
     @classmethod
     def setting(cls, name: str) -> str:
-        """Where "island", "num_islands" or "rendezvous" stands in such a run file, as `gossip.num_nodes`."""
+        """Returns the key of "island", "num_islands" or "rendezvous" in this kind of run file: `gossip.num_nodes`."""
         return f"{cls.meeting_name}.{name.replace('island', cls.unit)}"
 
     @classmethod
     def order_of_data(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What the order of a share's examples depends on, by setting: a position in another one means others.
+        """Returns the settings that determine the order of a share's examples, and thus what a position means.
 
         Args:
-            values: the content of a run file; what it does not have is left out.
+            values: the content of a run file; missing settings are left out.
         """
         found = {path: get_at(values, path[:-1]) for path in (*cls.settings_of_order, ("seed",))}
         order = {".".join(path): block[path[-1]] for path, block in found.items() if block and path[-1] in block}
@@ -258,16 +259,16 @@ class BaseRun(Block):
 
     @property
     def needs_hub(self) -> bool:
-        """Whether the run names anything of the Hugging Face Hub."""
+        """Whether the run names anything on the Hugging Face Hub."""
         return names_hub(self.model_dump(), self.files)
 
     @property
     @abstractmethod
     def meeting(self) -> DiLoCoBlock | GossipBlock:
-        """How many islands there are and where they meet; a subclass has the block under its own name."""
+        """The block with the number of islands and the rendezvous; its name depends on the subclass."""
 
     def check(self) -> None:
-        """Raises `ConfigError` for what shows only with libraries that take seconds to load."""
+        """Raises `ConfigError` for mistakes that only libraries that take seconds to import can detect."""
 
     def check_extras(self) -> None:
         """Raises `ConfigError` if this machine lacks a library that the run needs."""
@@ -275,7 +276,7 @@ class BaseRun(Block):
             need("deepspeed in the run file", "deepspeed")
 
     def probes(self) -> Iterator[Callable[[], object]]:
-        """What to call to see whether model and data can be reached, each raising a `DiLoCoError` if not."""
+        """Yields functions that check whether model and data can be loaded; each raises a `DiLoCoError` if not."""
         return iter(())
 
     @property
@@ -293,10 +294,10 @@ class BaseRun(Block):
         return self.folder / f"island-{self.meeting.island if island is None else island}"
 
     def checkpoint_given(self, island: int | None = None) -> Path | None:
-        """The checkpoint that `launch.resume` names for one island (default: this one); None where it names none.
+        """Returns the checkpoint in `launch.resume` for one island (default: this one); None with auto or never.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the folder is not a checkpoint.
         """
         resume = self.launch.resume
         if resume in ("auto", "never"):
@@ -312,7 +313,7 @@ class BaseRun(Block):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises `ConfigError` if there is none, or it has a key twice."""
+    """Reads a JSON object from a file; raises `ConfigError` if that fails, or a key is repeated."""
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text, object_pairs_hook=_without_repeats, parse_int=parse_whole)

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a run file: read, completed, and tried before data and model are ready."""
+"""The DeepSpeed configuration of a run file: reads, completes and checks it before data and model are prepared."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ _DTYPES = ("grad_accum_dtype", "param_dtype", "buffer_dtype")
 _OF_ADAM = {"torch_adam", "adam_w_mode"}
 _OF_MUON = _OF_ADAM | {"lr", "momentum", "weight_decay", "ns_method", "betas", "eps", "muon_lr", "adam_lr"}
 _OF_MUON |= {"foreach", "fp32_optimizer_states"}
-"""Settings of `optimizer.params` that DeepSpeed takes out before it makes the optimizer."""
+"""Settings of `optimizer.params` that DeepSpeed removes before it creates the optimizer."""
 _TAKEN_BY_OPTIMIZER = {
     "learning_rate": "lr",
     **dict.fromkeys(("adam_beta1", "adam_beta2"), "betas"),
     "adam_epsilon": "eps",
     "weight_decay": "weight_decay",
 }
-"""Settings of `training` by the place in `optimizer.params` in which "auto" takes them over."""
+"""Settings of `training`, with the key of `optimizer.params` whose "auto" takes the value over."""
 _OF_TRAINING = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _FILLED_LATER = (
     *("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
     "stage3_gather_16bit_weights_on_model_save",
 )
-"""Keys of `zero_optimization` whose "auto" stands until there is a model."""
+"""Keys of `zero_optimization` whose "auto" is only replaced when the model exists."""
 _AUTO_TO_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
-"""Settings that DeepSpeed itself chooses where they are "auto"."""
+"""Settings whose "auto" DeepSpeed itself replaces."""
 
 
 def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
-    """The DeepSpeed configuration, read; under ZeRO-3 with what saving a whole model and Muon need.
+    """Returns the DeepSpeed configuration; for ZeRO-3, adds the settings for saving a whole model and for Muon.
 
-    Batch size, accumulation and clipping that it leaves out, or has as null, are those of `training`.
+    Batch size, accumulation and clipping that are missing or null are taken from `training`.
 
     Raises:
-        ConfigError: it has another value where a block belongs, or no `zero_optimization`; or keeps master weights
-            out of reach; or Muon is to scatter gradients under ZeRO-3, which it needs whole; or the stage is no number
-            from 0 to 3.
+        ConfigError: a block is not a mapping, or `zero_optimization` is missing; or the outer loop cannot read the
+            master weights; or `reduce_scatter` is on with Muon under ZeRO-3, which needs whole gradients; or the stage
+            is not a number from 0 to 3.
     """
     if run.deepspeed is None:
         return None
@@ -79,7 +79,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
         )
     zero, optimizer = config["zero_optimization"], config.get("optimizer", {})
     stage = zero.get("stage", 0)
-    if type(stage) is not int or stage not in range(4):  # "auto" would be Accelerate's choice
+    if type(stage) is not int or stage not in range(4):  # with "auto" Accelerate would choose
         raise ConfigError(f"deepspeed: zero_optimization.stage: give one of the numbers 0 to 3, got {stage!r}")
     zero = {key: value for key, value in zero.items() if value is not None or key not in _OFFLOADS}
     config = {**config, "zero_optimization": zero}
@@ -101,7 +101,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
 
 
 def try_deepspeed(run: BaseRun, args: TrainingArguments) -> None:
-    """As `check_deepspeed`, where no island starts, and `args` was made without DeepSpeed."""
+    """Does `check_deepspeed` if no island is about to start, and `args` was made without DeepSpeed."""
     config = deepspeed_config(run)
     if config is None:
         return
@@ -109,7 +109,7 @@ def try_deepspeed(run: BaseRun, args: TrainingArguments) -> None:
     from accelerate import DeepSpeedPlugin
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
-    if run.accelerate is not None:  # which may say how many ranks there are
+    if run.accelerate is not None:  # it may set another number of ranks
         config.pop("train_batch_size", None)
     try:
         filled = HfTrainerDeepSpeedConfig(config)
@@ -121,16 +121,16 @@ def try_deepspeed(run: BaseRun, args: TrainingArguments) -> None:
 
 
 def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments, training: Mapping[str, Any]) -> None:
-    """Has DeepSpeed read its configuration, as it will once data and model are ready, which may take hours.
+    """Makes DeepSpeed read its configuration now, instead of after preparing data and model, which may take hours.
 
     Args:
-        filled: the configuration, with what `args` put in the place of "auto".
+        filled: the configuration, with values of `args` in place of "auto".
         args: the Trainer's arguments.
-        training: what the run file says of them.
+        training: the block `training` of the run file.
 
     Raises:
-        ConfigError: it contradicts `args`, or leaves a setting of `training` without effect; or DeepSpeed refuses it,
-            with its reason, or would ignore a setting.
+        ConfigError: the configuration contradicts `args`, or makes a setting of `training` ineffective; or DeepSpeed
+            refuses it (the message has the reason), or would ignore a setting.
     """
     import_deepspeed_quietly()
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -143,7 +143,7 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments, t
         found = "; ".join(line.removeprefix("- ") for line in filled.mismatches)
         raise ConfigError(f'deepspeed: it contradicts the block training: {found}; set these to "auto" in it')
     config = copy.deepcopy(filled.config)
-    config.pop("train_batch_size", None)  # it follows from the others, and the number of ranks
+    config.pop("train_batch_size", None)  # follows from the other settings and the number of ranks
     zero = config["zero_optimization"]
     for name in _FILLED_LATER:
         if zero.get(name) == "auto":
@@ -160,7 +160,7 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments, t
         problems = [(".".join(map(str, one["loc"])), one["msg"].lower(), one["input"]) for one in error.errors()]
         texts = [f"deepspeed: {place}{name}: {why}, got {value!r}" for name, why, value in problems]
         raise ConfigError("; ".join(texts)) from None
-    except Exception as error:  # it checks in many ways
+    except Exception as error:  # DeepSpeed raises many types
         raise ConfigError(f"deepspeed: {'; '.join(asked.wrong_types()) or one_line(error)}") from error
     if wrong := "; ".join([*asked.wrong_types(), *asked.unknown()]):
         raise ConfigError(f"deepspeed: {wrong}")
@@ -170,7 +170,7 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments, t
 
 
 def _without_effect(config: Mapping[str, Any], training: Mapping[str, Any]) -> Iterator[str]:
-    """Settings of `training` of which an optimizer or scheduler of DeepSpeed's takes nothing over."""
+    """Yields a message for each setting of `training` that DeepSpeed's own optimizer or scheduler ignores."""
     for block, replaced, taken in (
         ("optimizer", ("optim", "optim_args", "optim_target_modules"), _TAKEN_BY_OPTIMIZER),
         ("scheduler", ("lr_scheduler_type", "lr_scheduler_kwargs"), {"warmup_steps": "warmup_num_steps"}),
@@ -190,7 +190,7 @@ def _without_effect(config: Mapping[str, Any], training: Mapping[str, Any]) -> I
 
 
 def _check_dtypes(read: DeepSpeedConfig) -> None:
-    """Raises `ConfigError` for number formats that DeepSpeed refuses once it has the model."""
+    """Raises `ConfigError` for dtypes that DeepSpeed would refuse only when it has the model."""
     from deepspeed.runtime.config import DtypeEnum
 
     own = "fp16" if read.float16_config.enabled else "bf16" if read.bfloat16_config.enabled else "fp32"
@@ -210,7 +210,7 @@ def _check_dtypes(read: DeepSpeedConfig) -> None:
 
 
 def _check_optimizer(config: dict[str, Any]) -> None:
-    """Raises `ConfigError` for an optimizer that there is not, or a setting that it has not."""
+    """Raises `ConfigError` for an unknown optimizer, or an unknown setting of the optimizer."""
     from deepspeed.ops import adagrad, adam, lamb, lion
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from torch import optim
@@ -234,7 +234,7 @@ def _check_optimizer(config: dict[str, Any]) -> None:
 
 
 def _check_scheduler(config: dict[str, Any], lr: float) -> None:
-    """Raises `ConfigError` for a schedule that there is not, or that cannot be made with its settings."""
+    """Raises `ConfigError` for an unknown schedule, or one that cannot be created with its settings."""
     import torch
     from deepspeed.runtime import lr_schedules
     from torch.optim import lr_scheduler
@@ -250,10 +250,10 @@ def _check_scheduler(config: dict[str, Any], lr: float) -> None:
 def _find_type(
     config: dict[str, Any], block: str, torch_has: ModuleType, known: list[str], spell: Callable[[str], str] = str
 ) -> str:
-    """The type in a block, empty where there is no block.
+    """Returns the type in a block; "" without the block.
 
     Raises:
-        ConfigError: it is missing, or neither DeepSpeed's nor PyTorch's.
+        ConfigError: the type is missing, or neither DeepSpeed nor PyTorch has it.
     """
     if block not in config:
         return ""
@@ -267,7 +267,7 @@ def _find_type(
 
 
 def _left_auto(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Settings that are "auto" still."""
+    """Yields the settings that are still "auto"."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _left_auto(value, f"{prefix}{key}.")

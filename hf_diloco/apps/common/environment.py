@@ -1,4 +1,4 @@
-"""Puts right, before torch is imported, what keeps DeepSpeed from running or makes it vanish silently."""
+"""Fixes the environment before torch is imported, where DeepSpeed would fail or be silently disabled."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hf_diloco.errors import ConfigError
 
 ENV_DEBUG = "HF_DILOCO_DEBUG"  # show tracebacks of expected errors
 ENV_LAUNCHED = "HF_DILOCO_LAUNCHED"  # set by `hf-diloco launch`, which draws its own progress bars
-STOPPED = 3  # exit code of an island or node: ended on request, with a checkpoint to go on from
+STOPPED = 3  # exit code of an island or node that stopped on request, with a checkpoint
 
 _TRUE = {"1", "true", "yes", "y", "t", "on"}
 _OF_LAUNCHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DYNAMO_BACKEND")
-"""With these `accelerate launch` tells its processes to shard or to compile; others may inherit them."""
+"""With these `accelerate launch` tells its processes to shard or compile; other processes may inherit them."""
 
 
 def prepare_environment(wants_deepspeed: bool) -> None:
-    """Makes a plain `python train_lm.py` a world of one rank, and unsets what would have it train otherwise.
+    """Makes a plain `python train_lm.py` a world of one rank, and unsets variables that would change how it trains.
 
     Raises:
-        ConfigError: when a launcher gave only a part of what makes a world.
+        ConfigError: the environment has only some of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
     given = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:
@@ -37,7 +37,7 @@ def prepare_environment(wants_deepspeed: bool) -> None:
             "torchrun, accelerate launch or deepspeed, or unset them"
         )
     if wants_deepspeed and os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:
-        # accelerate would train plain DDP and say nothing; TrainingArguments(use_cpu=True) is what works.
+        # Accelerate would silently train plain DDP; TrainingArguments(use_cpu=True) works.
         del os.environ["ACCELERATE_USE_CPU"]
         print("note: ACCELERATE_USE_CPU is unset for this process, because it would drop DeepSpeed", file=sys.stderr)
     if not wants_deepspeed and os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _TRUE:
@@ -48,7 +48,7 @@ def prepare_environment(wants_deepspeed: bool) -> None:
 
 
 def _forget_launcher() -> None:
-    """Unsets what a launcher that has not started this process has left: the run file says how to train."""
+    """Unsets inherited variables of a launcher that did not start this process: the run file decides how to train."""
     for name in _OF_LAUNCHERS:
         value = os.environ.pop(name, "").lower()
         if value in _TRUE or (name == "ACCELERATE_DYNAMO_BACKEND" and value not in ("", "no")):

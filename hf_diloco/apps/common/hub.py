@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: whether it can be reached and lets us in, and how a trained model gets there."""
+"""The Hugging Face Hub: checks reachability and login, and publishes trained models."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ _OFFLINE = "HF_HUB_OFFLINE"
 
 
 def use_cache_without_hub(is_needed: bool) -> None:
-    """Has the libraries take what is in their cache if the Hub does not answer. Call it before they are imported.
+    """Switches the libraries to their cache if the Hub does not answer. Call it before they are imported.
 
-    One short try, if the run needs the Hub, where they take half a minute for each file.
+    Tries once, for 5 seconds, and only if the run needs the Hub. The libraries themselves would try for half a minute
+    per file.
     """
     if not is_needed or os.environ.get(_OFFLINE):
         return
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
-        problem = call_within(SECONDS, lambda: _try(endpoint))  # looking up a name has no time limit of its own
+        problem = call_within(SECONDS, lambda: _try(endpoint))  # a DNS lookup has no timeout of its own
     except TimeoutError as error:
         problem = str(error)
     if not problem:
@@ -52,15 +53,15 @@ def use_cache_without_hub(is_needed: bool) -> None:
 
 @contextmanager
 def loading(setting: str, path: str, remedy: str = "") -> Iterator[None]:
-    """Where a library loads something of the Hub or of this machine.
+    """Turns a library's errors on loading from the Hub or a local path into `ConfigError`.
 
     Args:
-        setting: that names it, for the error.
+        setting: the setting that names the path, for the message.
         path: its value.
-        remedy: what to do besides, for the end of the error.
+        remedy: a further remedy, for the end of the message.
 
     Raises:
-        ConfigError: with the library's reason, and what to do if the Hub was not asked.
+        ConfigError: loading failed; the message has the library's reason, and a remedy if the Hub is offline.
     """
     try:
         yield
@@ -78,21 +79,21 @@ def loading(setting: str, path: str, remedy: str = "") -> Iterator[None]:
 
 
 def _try(url: str) -> str:
-    """Why no server answers at `url`; empty if one does, whatever it says."""
+    """Returns why no server answers at `url`; "" if one does, with any status."""
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=SECONDS).close()
     except urllib.error.HTTPError:
         return ""
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        return "" if isinstance(reason, ssl.SSLError) else str(reason)  # the libraries have certificates of their own
+        return "" if isinstance(reason, ssl.SSLError) else str(reason)  # the libraries use their own certificates
     return ""
 
 
 def check_login() -> None:
-    """Raises `ConfigError` if this machine has no token that the Hub takes, which shows here and not after training.
+    """Raises `ConfigError` if this machine has no token that the Hub accepts, before training instead of after it.
 
-    A Hub that does not answer now may do so then.
+    Ignores a Hub that does not answer: it may answer after training.
     """
     from huggingface_hub import get_token, whoami
     from huggingface_hub.errors import HfHubHTTPError
@@ -111,9 +112,9 @@ def check_login() -> None:
 
 
 def publish(folder: Path, where: PushBlock) -> None:
-    """Uploads a model's folder, card included, as one commit, to a repository that is made if it is not there.
+    """Uploads a model's folder with its card as one commit; creates the repository if missing.
 
-    If that fails it only says so: the model is on the disk.
+    Only prints a warning on failure, as the model is on disk.
     """
     from huggingface_hub import HfApi
 
@@ -123,7 +124,7 @@ def publish(folder: Path, where: PushBlock) -> None:
         api.upload_folder(
             repo_id=repo.repo_id, folder_path=folder, revision=where.revision, commit_message="End of training"
         )
-    except Exception as error:  # those of the client's HTTP library come through, and it is not always the same one
+    except Exception as error:  # includes those of the client's HTTP library, which varies
         reason = one_line(error)
         options = ["--private"] * where.private + (["--revision", where.revision] if where.revision else [])
         by_hand = shlex.join(["hf", "upload", where.repo, str(folder), *options])  # it makes the branch, too

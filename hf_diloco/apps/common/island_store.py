@@ -1,8 +1,8 @@
-"""The store in which an island's own processes meet: on one address of the machine instead of on all of them.
+"""The TCP store in which an island's own processes meet, listening on one address instead of on all interfaces.
 
     python -m hf_diloco.apps.common.island_store ARGUMENT...
 
-is `accelerate launch ARGUMENT...` with such a store. Torch's listens on every interface, and has no setting for that.
+runs `accelerate launch ARGUMENT...` with this store. Torch's store always listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 
 class IslandStore(TCPStore):
-    """As torch's, but its host listens on the address of `host_name` alone, if that is one of this machine."""
+    """Torch's store, but the host listens only on the address of `host_name`, if that belongs to this machine."""
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class IslandStore(TCPStore):
 
 
 def use_island_store() -> None:
-    """Has torch make its stores this way in this process, where it hosts what its processes meet in."""
+    """Makes torch's rendezvous in this process use `IslandStore`."""
     for name in ("torch.distributed.rendezvous", "torch.distributed.elastic.rendezvous.static_tcp_rendezvous"):
         module: Any = importlib.import_module(name)  # by name: torch.distributed has a function `rendezvous`
         module.TCPStore = IslandStore
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """None if that address is not this machine's, as the name of a service may be."""
+    """Opens a listening socket; None if the address is not this machine's, such as a service name."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
@@ -50,7 +50,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def main() -> None:
-    """`accelerate launch` with the arguments of the command line."""
+    """Runs `accelerate launch` with the arguments of the command line."""
     from accelerate.commands.launch import main as launch
 
     use_island_store()

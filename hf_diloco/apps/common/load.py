@@ -1,6 +1,6 @@
-"""Run files read and checked, as a training script's command line names them.
+"""Reads and checks run files, with overrides from a training script's command line.
 
-Command line beats environment beats file beats default.
+Precedence: command line, environment, file, default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_diloco.utils.settings import alternatives
 R = TypeVar("R", bound=BaseRun)
 
 VARIABLES = {"island": ENV_ISLAND, "num_islands": ENV_NUM_ISLANDS, "rendezvous": ENV_RENDEZVOUS}
-"""What the environment may say of where islands or nodes meet; see `BaseRun.setting`."""
+"""Environment variables for identity and rendezvous of islands or nodes; see `BaseRun.setting`."""
 
 _COMMAND_LINE = "command line: "
 
@@ -38,14 +38,14 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
     """Reads and checks a run file.
 
     Args:
-        kind: of which task.
+        kind: the class of the run file.
         path: the YAML file; or the name of one that comes with the package; or the `run.json` of an earlier run. Files
-            named in it are looked for beside it, then in the working directory.
-        overrides: `key.sub=value` items from the command line, with YAML values; later ones win. Null leaves out what
-            the file says, where a setting cannot be null.
+            that it names are searched next to it, then in the working directory.
+        overrides: `key.sub=value` items from the command line, with YAML values; later ones win. Null removes the
+            file's value of a setting that cannot be null.
 
     Raises:
-        ConfigError: naming each problem, its value and where it stands.
+        ConfigError: the file has mistakes; the message has each with its value and its place.
     """
     path = find_run_file(path)
     values, lines = read_yaml(path)
@@ -56,8 +56,8 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
         )
     origins: dict[KeyPath, str] = {key: f"{path}, line {line}: " for key, line in lines.items()}
     if path.name == "run.json":
-        values.pop("versions", None)  # which a run has recorded beside its settings
-    if not isinstance(meeting := values.get(kind.meeting_name), dict | None):  # which others add to, below
+        values.pop("versions", None)  # recorded by the run, but not a setting
+    if not isinstance(meeting := values.get(kind.meeting_name), dict | None):  # the environment adds to it below
         place = origins[kind.meeting_name,]
         raise ConfigError(f"{place}{kind.meeting_name}: expected a block of `key: value` lines, got {meeting!r}")
     resolve_paths(values, kind.files, (path.parent, Path()), origins)
@@ -86,7 +86,7 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
 def _drop_alternatives(
     kind: type[BaseRun], values: dict[str, Any], given: KeyPath, origins: dict[KeyPath, str]
 ) -> None:
-    """`model.path=...` on the command line takes the place of the file's preset, and the like."""
+    """Removes alternatives of a setting given on the command line: `model.path=...` replaces the file's preset."""
     group = kind.alternatives.get(given[0], ())
     if len(given) < 2 or given[1] not in group:
         return
@@ -96,7 +96,7 @@ def _drop_alternatives(
 
 
 def _takes_null(kind: type[BaseRun], path: KeyPath) -> bool:
-    """Whether a setting may be null; also one that is not known, or that others check."""
+    """Whether a setting may be null; True for settings that are unknown or checked elsewhere."""
     if path[0] == "training" and len(path) == 2:
         return training_takes_null(path[1])
     block = block_at(kind, path)
@@ -105,10 +105,10 @@ def _takes_null(kind: type[BaseRun], path: KeyPath) -> bool:
 
 
 def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath, str], file: str) -> str:
-    """One line for each problem, with the place where the setting stands."""
+    """Returns the problems in one line, each with its setting's place."""
     texts = []
     for problem in error.errors():
-        # What is wrong in a block as a whole begins with the setting's name.
+        # The message of a block's validator begins with the setting's name.
         inside = re.match(r"(?:Value error, )?(\w*)", problem["msg"])
         names = (*problem["loc"], inside[1]) if inside else problem["loc"]
         place = nearest_line(origins, names) or f"{file}: "
@@ -117,7 +117,7 @@ def _describe(kind: type[BaseRun], error: ValidationError, origins: dict[KeyPath
 
 
 def _misplaced(problem: ErrorDetails) -> str:
-    """What to say of a setting of the Trainer that stands outside the block `training`; empty of any other problem."""
+    """Returns a message for a Trainer setting outside the block `training`; "" for any other problem."""
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] != "extra_forbidden" or not is_training_argument(key):
         return ""
@@ -125,7 +125,7 @@ def _misplaced(problem: ErrorDetails) -> str:
 
 
 def parse_command_line(kind: type[R], program: str, description: str, argv: Sequence[str] | None = None) -> R:
-    """The run file that the command line names, with its overrides; see `read_run_file`."""
+    """Reads the run file that the command line names, with its overrides; see `read_run_file`."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=description,
@@ -153,7 +153,7 @@ def parse_command_line(kind: type[R], program: str, description: str, argv: Sequ
 
 
 def _check_kind(kind: type[BaseRun], path: Path) -> None:
-    """Raises `ConfigError` if a run file is of another task: each of its settings would be reported as unknown."""
+    """Raises `ConfigError` if a run file is of another task, as otherwise all its settings would count as unknown."""
     other = kind_of(path)
     if other is not kind and other.meeting_name in read_yaml(find_run_file(path))[0]:
         raise ConfigError(
@@ -163,14 +163,14 @@ def _check_kind(kind: type[BaseRun], path: Path) -> None:
 
 
 def shorthands(kind: type[BaseRun], given: Mapping[str, Any]) -> list[str]:
-    """As overrides, options for what every run file has; what is None is left to the file."""
+    """Converts options that every run file has to overrides; skips those that are None."""
     keys = {name: kind.setting(name) for name in VARIABLES}
     keys |= {"name": "name", "output": "output", "resume": "launch.resume"}
     return [f"{key}={json.dumps(given[name])}" for name, key in keys.items() if given[name] is not None]
 
 
 def kind_of(path: str | Path) -> type[BaseRun]:
-    """Which kind of run a file is of: image classifiers have a `gossip` block. Raises `ConfigError` as `read_yaml`."""
+    """Returns a run file's class: image classifiers have a `gossip` block. For errors see `read_yaml`."""
     from hf_diloco.apps.lm.runfile import RunFile
     from hf_diloco.apps.vision.runfile import VisionRun
 

@@ -1,4 +1,4 @@
-"""The card of a trained model: what it was trained on and how, what was measured, and whom to cite."""
+"""The model card of a trained model: data, training, figures, and citations."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ As `hf-diloco report` shows them{{ covers }}.
 
 @dataclass(frozen=True)
 class Training:
-    """What a card says that the run's record does not.
+    """Facts for a model card that the run's record does not have.
 
     Attributes:
-        data: in words.
-        method: its name.
+        data: description of the data.
+        method: name of the method.
         papers: arXiv numbers of the method.
-        base_model: id on the Hub, or folder, of the model whose training went on; None for one from scratch.
-        dataset: id on the Hub; None for other data.
+        base_model: Hub id or folder of the model that training continued from; None if trained from scratch.
+        dataset: Hub id; None for other data.
         task: pipeline tag of the Hub; None if unknown.
     """
 
@@ -75,9 +75,9 @@ class Training:
 
 
 def write_card(model_folder: Path, run_folder: Path, training: Training) -> None:
-    """Writes README.md of a model's folder, from the run's record as it is now. What cannot be written is only logged.
+    """Writes README.md into a model's folder, from the run's present record. Only logs a failure to write.
 
-    `run_folder` has the records of the islands, or nodes, of this machine.
+    `run_folder` has the records of the islands or nodes of this machine.
     """
     from hf_diloco.report import load_run, summarise
     from hf_diloco.report.rows import overview
@@ -108,7 +108,7 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
 
 
 def write_card_of_checkpoint(model_folder: Path, index: OuterIndex) -> None:
-    """Writes README.md of a model that a checkpoint's outer parameters have become. Of the data it says nothing."""
+    """Writes README.md for a model exported from a checkpoint's outer parameters. It does not describe the data."""
     settings = index.settings
     method, number = settings.get("method", "diloco"), settings.get("num_islands", 1)
     base: str | None = None
@@ -144,7 +144,7 @@ def _write(
     covers: str = "",
     figures: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Writes the card; rows of which nothing is known are left out."""
+    """Writes the card, leaving out rows with unknown values."""
     from huggingface_hub import ModelCard, ModelCardData
 
     base = training.base_model
@@ -173,17 +173,17 @@ def _write(
 
 
 def _shown(model: str | None) -> str | None:
-    """What a card calls a model that training went on from: of a folder the name alone."""
+    """Returns a base model's name for the card: of a folder only its name, without the path."""
     return Path(model).name if model is not None and Path(model).exists() else model
 
 
 def _short(name: str) -> str:
-    """Of a method or payload; of a user's own, without the folders of its file."""
+    """Returns the name of a method or payload; of a user's own, without the folders of its file."""
     return name.rsplit("/", 1)[-1]
 
 
 def _link(label: str, path: str = "") -> str:
-    """Markdown that leads into the package's repository; the label alone where the package is not installed."""
+    """Returns a Markdown link into the package's repository; only the label if the package is not installed."""
     try:
         lines = metadata("hf-diloco").get_all("Project-URL") or []
     except PackageNotFoundError:
@@ -193,5 +193,5 @@ def _link(label: str, path: str = "") -> str:
 
 
 def _plain(value: str) -> str:
-    """Text that a table's cell holds: of a name of the user's, too."""
+    """Escapes text, such as names that users chose, for a table cell."""
     return " ".join(value.replace("|", "\\|").replace("<", "&lt;").split())

@@ -1,4 +1,4 @@
-"""Models that are trained from scratch, and their configurations, out of a run file's settings."""
+"""Creates models to train from scratch, and their configurations, from a run file's settings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: Any) -> PreTrainedConfig:
-    """The transformers configuration of these settings.
+    """Creates a transformers configuration.
 
     Args:
-        given: `model_type` and settings, all of which it must know.
-        defaults: further settings, where it knows them and they are not given.
-        fixed: settings of every configuration, in place of those that are given.
+        given: `model_type` and settings, all of which the type must know.
+        defaults: further settings, ignored if unknown to the type or given.
+        fixed: settings that override given ones.
 
     Raises:
-        ConfigError: on an unknown model type or setting, or values that transformers refuses.
+        ConfigError: the model type or a setting is unknown, or transformers refuses a value.
     """
     from transformers import AutoConfig
 
@@ -38,7 +38,7 @@ def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: 
 
 
 def make_model(config: PreTrainedConfig, auto_class: Any, kind: str) -> PreTrainedModel:
-    """A new model of a configuration; raises `ConfigError` if no such model can be made of it."""
+    """Creates a model from a configuration; raises `ConfigError` if `auto_class` cannot."""
     with refusing(f"model: no {kind} model can be made of {config.model_type}"):
         model: PreTrainedModel = auto_class.from_config(config)
     return model

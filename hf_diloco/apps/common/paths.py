@@ -1,4 +1,4 @@
-"""Files that a run file names: made absolute, globs expanded, missing ones reported before anything starts."""
+"""Resolves the files that a run file names: makes paths absolute, expands globs, and reports missing files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class NamedFiles(NamedTuple):
     """Settings that name files, by their place in the run file.
 
     Attributes:
-        paths: must exist.
-        patterns: in which the island's number is yet to be put; looked for once it is.
-        hub_ids_or_paths: a folder or file, or else an id on the hub.
+        paths: files that must exist.
+        patterns: paths with a placeholder for the island's number; checked once it is filled in.
+        hub_ids_or_paths: a folder or file, or else an id on the Hub.
         globs: lists of patterns, each of which must match a file.
     """
 
@@ -31,15 +31,16 @@ class NamedFiles(NamedTuple):
 def resolve_paths(
     values: dict[str, Any], named: NamedFiles, folders: Sequence[Path], origins: Mapping[KeyPath, str]
 ) -> None:
-    """Makes the files named in a run file absolute, in place; values of a wrong type are left to the schema.
+    """Makes the paths in a run file absolute, in place. Skips values of a wrong type, which the schema rejects later.
 
     Args:
         values: the run file's content.
-        folders: where to look, the first match wins.
-        origins: the place of each setting, put before an error's text.
+        named: the settings that name files.
+        folders: where to look; the first match wins.
+        origins: the place of each setting, for error messages.
 
     Raises:
-        ConfigError: when a file does not exist, or a glob matches none.
+        ConfigError: a file does not exist, or a glob matches no file.
     """
     for path in (*named.paths, *named.hub_ids_or_paths):
         text = get_at(values, path)
@@ -59,14 +60,14 @@ def resolve_paths(
 
 
 def files_named(values: dict[str, Any], named: NamedFiles, folder: Path) -> list[Path]:
-    """The files that a run file in `folder` names beside itself, such as its DeepSpeed configuration."""
+    """Returns the existing files that a run file in `folder` names, such as its DeepSpeed configuration."""
     texts = [get_at(values, path) for path in (*named.paths, *named.hub_ids_or_paths)]
     candidates = [(folder / text).resolve() for text in texts if isinstance(text, str)]
     return [path for path in candidates if path.is_file()]
 
 
 def names_hub(values: dict[str, Any], named: NamedFiles) -> bool:
-    """Whether a run file names something that is no file or folder here, and so is of the Hub."""
+    """Whether a run file names anything on the Hub, that is, a model or data set that is not a local path."""
     texts = [get_at(values, path) for path in named.hub_ids_or_paths]
     return any(isinstance(text, str) and not os.path.exists(text) for text in texts)
 
@@ -76,7 +77,7 @@ def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mappi
         return [pattern]
     given = Path(os.path.expanduser(pattern))
     for folder in folders:
-        if (folder / given).is_file():  # also of a name that is a pattern, such as a[1].txt
+        if (folder / given).is_file():  # the name itself may look like a pattern, such as a[1].txt
             return [str((folder / given).resolve())]
         matching = glob.glob(os.path.join(glob.escape(str(folder)), given), recursive=True)
         if files := sorted(file for file in matching if os.path.isfile(file)):
@@ -86,7 +87,7 @@ def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mappi
 
 
 def _find(text: str, folders: Sequence[Path]) -> str | None:
-    for folder in folders if text else ():  # nothing would name the folder itself
+    for folder in folders if text else ():  # an empty text would name the folder itself
         candidate = os.path.join(folder, os.path.expanduser(text))
         if os.path.exists(candidate):
             return str(Path(candidate).resolve())
@@ -102,7 +103,7 @@ def _setting(origins: Mapping[KeyPath, str], path: KeyPath) -> str:
 
 
 def get_at(values: Any, path: KeyPath) -> Any:
-    """A nested value; None where there is none."""
+    """Returns a nested value; None if it is missing."""
     for key in path:
         values = values.get(key) if isinstance(values, dict) else None
     return values

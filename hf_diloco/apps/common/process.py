@@ -1,4 +1,4 @@
-"""What the process of an island does, whatever it trains: exit codes, its folder, its messages."""
+"""Common parts of an island's process, for all tasks: exit codes, folder, logging."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "to
 
 
 class _Output(io.FileIO):
-    """Standard output that goes on where the disk which it is written to is full: what it says is lost then."""
+    """Standard output that drops text instead of raising if the disk it is redirected to is full or fails."""
 
     def write(self, data: Any) -> int:
-        """Writes, or drops."""
+        """Writes the data, or drops it if the disk is full or fails."""
         try:
             return super().write(data)
         except OSError as error:
@@ -53,7 +53,7 @@ def _output(number: int) -> io.TextIOWrapper:
 
 def run_and_exit(parse: Callable[[], R], train: Callable[[R], int]) -> None:
     """Runs one island and exits: 0 finished, 3 stopped on request with a checkpoint, 1 failed."""
-    sys.stdout, sys.stderr = _output(1), _output(2)  # the launcher has them written to a log
+    sys.stdout, sys.stderr = _output(1), _output(2)  # the launcher redirects them to a log
     try:
         sys.exit(train(parse()))
     except DiLoCoError as error:
@@ -65,13 +65,13 @@ def run_and_exit(parse: Callable[[], R], train: Callable[[R], int]) -> None:
 
 @contextmanager
 def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
-    """What comes before training, whatever is trained: settings, folder, logging. What fails inside is shown.
+    """Checks settings, prepares the folder and sets up logging before training; reports errors inside as progress.
 
     Yields:
-        What shows others how far the run is; its speed counts `unit`, tokens or images.
+        The progress file; its speed counts `unit`, tokens or images.
 
     Raises:
-        ConfigError: a setting is wrong, or the folder is an earlier run's.
+        ConfigError: a setting is wrong, or the folder belongs to an earlier run.
     """
     check_folder(run)
     use_cache_without_hub(run.needs_hub)
@@ -96,11 +96,11 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
 
 
 def check_folder(run: BaseRun, island: int | None = None) -> None:
-    """Refuses to mix a new run into an old one's folder; `island`: whose, default: this one's.
+    """Refuses to mix a new run into an old run's folder; `island` defaults to this one.
 
     Raises:
-        ConfigError: it is an earlier run's, or cannot be written to; or `launch.resume` names no checkpoint; or
-            training would go on at a position in other data.
+        ConfigError: the folder belongs to an earlier run, or is not writable; or `launch.resume` names no checkpoint;
+            or the checkpoint's position is one in other data.
     """
     folder = run.island_folder(island)
     _check_writable(folder)
@@ -118,7 +118,7 @@ def check_folder(run: BaseRun, island: int | None = None) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raises `ConfigError` unless a folder is there, or can be made, and this user may write to it."""
+    """Raises `ConfigError` unless a folder exists or can be created, and this user may write to it."""
     place = folder
     try:
         while not place.exists() and not place.is_symlink():
@@ -133,7 +133,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
-    """Raises `ConfigError` if the position that checkpoints hold is one in other data, or in another order."""
+    """Raises `ConfigError` if the checkpoints' position in the data is one in other data, or in another order."""
     before, now = _orders(run, folder)
     if before != now:
         once, here = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (before, now))
@@ -145,7 +145,7 @@ def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
 
 
 def _orders(run: BaseRun, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What differs of `order_of_data`: as the run in a folder has it, and as this one has. Files may move."""
+    """Returns where `order_of_data` of the run in a folder and of this run differ. Ignores the folders of files."""
     saved = read_json(folder / "run.json")
     before = run.order_of_data(saved) if saved else {}
     now = run.order_of_data(redact(run.model_dump(mode="json")))
@@ -160,7 +160,7 @@ def _without_folder(value: Any) -> Any:
 
 
 def _other_kind(run: BaseRun) -> str:
-    """What takes part in the run that has this one's folder, if it is of another kind; else nothing."""
+    """Returns "islands" or "nodes" if the run in this folder is of the other kind; else ""."""
     saved = read_json(run.folder / "run.json")
     kinds = {"diloco": "islands", "gossip": "nodes"}
     found = [name for name in kinds if saved.get(name)]
@@ -168,7 +168,7 @@ def _other_kind(run: BaseRun) -> str:
 
 
 def _prepare_folder(run: BaseRun) -> None:
-    """Makes the island's folder, without the stop file of an earlier start; raises `ConfigError` if it cannot."""
+    """Creates the island's folder, and deletes an old stop file; raises `ConfigError` if it cannot."""
     folder = run.island_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -181,21 +181,21 @@ def _prepare_folder(run: BaseRun) -> None:
 
 
 def _has_ended(run: BaseRun) -> bool:
-    """Whether it is only evaluated again, so that `run.json` still says what it was trained with."""
+    """Whether training has ended, so that the run is only evaluated again, and `run.json` must stay as it is."""
     names = (path.name.removeprefix("checkpoint-") for path in run.island_folder().glob("checkpoint-*"))
     steps = [int(name) for name in names if name.isdecimal()]
     return run.launch.resume == "auto" and max(steps, default=0) >= run.max_steps
 
 
 def write_run_json(run: BaseRun) -> None:
-    """Writes the resolved settings, less secrets, and the versions of everything that matters to the run folder."""
+    """Writes `run.json` into the run folder: the resolved settings without secrets, and the packages' versions."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "hf_diloco": hf_diloco.__version__}
     versions |= {package: installed_version(package) for package in _PACKAGES}
     write_json(run.folder / "run.json", {**redact(run.model_dump(mode="json")), "versions": versions})
 
 
 def _set_up_logging() -> None:
-    """The leader speaks; the other ranks report errors only."""
+    """Sets up logging: the leader logs everything, the other ranks only errors."""
     import datasets
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
@@ -207,7 +207,7 @@ def _set_up_logging() -> None:
 
 
 def last_evaluation(trainer: Trainer) -> dict[str, float] | None:
-    """The evaluation of these very weights, if the Trainer has just made one."""
+    """Returns the last evaluation, if it is of the Trainer's present step; else None."""
     for entry in reversed(trainer.state.log_history):
         if "eval_loss" in entry:
             return dict(entry) if entry.get("step") == trainer.state.global_step else None

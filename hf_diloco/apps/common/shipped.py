@@ -1,4 +1,4 @@
-"""The run files that come with the package, with what they name: `configs/` of the repository, part of the wheel."""
+"""The run files that come with the package, and the files they name: `configs/` of the repository and the wheel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def shipped_folder() -> Path:
-    """The folder `configs`: inside the installed package, or beside it in a checkout."""
+    """Returns the folder `configs`: inside the installed package, or next to it in a checkout."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"
 
 
 def shipped_files() -> list[str]:
-    """All files that come with the package, by their path in `configs`."""
+    """Returns all files that come with the package, as paths relative to `configs`."""
     folder = shipped_folder()
     return sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".yaml", ".json")
@@ -26,19 +26,18 @@ def shipped_files() -> list[str]:
 
 
 def shipped_names() -> list[str]:
-    """The names of the run files among them, as `quickstart` and `recipes/diloco`; the plain ones first."""
+    """Returns the names of the shipped run files, such as `quickstart` and `recipes/diloco`; top-level ones first."""
     run_files = [file for file in shipped_files() if file.endswith(".yaml") and not file.startswith("accelerate/")]
     return sorted((file.removesuffix(".yaml") for file in run_files), key=lambda name: (name.count("/"), name))
 
 
 def find_run_file(given: str | Path) -> Path:
-    """The run file that a user names: a path, or the name of one that comes with the package.
+    """Returns the run file that a user names: a path, or the name of one that comes with the package.
 
-    A file of the user's wins over a name. A path to another missing file is returned as it is.
+    An existing file takes precedence over a name. Returns the path of any other missing file unchanged.
 
     Raises:
-        ConfigError: it is a script, a program or a setting; or none of these, and the name of a file that comes with
-            the package is close.
+        ConfigError: `given` is a script, a program or a setting; or neither a file nor a known name.
     """
     path, names = Path(given), shipped_names()
     if path.suffix == ".py":

@@ -1,4 +1,4 @@
-"""All islands, or nodes, of a run as threads of one process, with the numbers of several."""
+"""Runs all islands or nodes of a run as threads of one process, with the same results as in several processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 
 LONGEST_WAIT = 7 * 24 * 3600.0
-"""Seconds. One of them computes at a time, and the others wait for it."""
+"""Timeout in seconds. One participant computes at a time while the others wait."""
 
 _ASK_SECONDS = 0.2
 _STOPPING = "stopping: each finishes its step and writes a checkpoint (Ctrl-C: end now)"
@@ -28,19 +28,19 @@ def train_together(
     leave: Callable[[int], object] | None = None,
     is_command: bool = False,
 ) -> int:
-    """Trains all islands, or nodes, one computing at a time; returns the exit code.
+    """Trains all islands or nodes, one computing at a time; returns the exit code.
 
-    Ctrl-C has each of them finish its step and write a checkpoint.
+    On Ctrl-C, each of them finishes its step and writes a checkpoint.
 
     Args:
-        runs: the run as each of them has it.
+        runs: the run of each participant.
         turns: whose turn it is to compute.
-        train: trains one of them, by its number; returns its exit code.
-        leave: tells the others that one has failed; None: they are asked to stop.
-        is_command: this process does nothing else, so a second Ctrl-C ends it at once.
+        train: trains the participant with this number; returns its exit code.
+        leave: tells the others that this participant has failed; if None, they are asked to stop.
+        is_command: whether this process does nothing else, so that a second Ctrl-C ends it at once.
 
     Raises:
-        DiLoCoError: the first that one of them met.
+        DiLoCoError: the first error of a participant.
     """
     codes, errors = list[int](), list[BaseException]()
     all_ended = threading.Event()
@@ -59,7 +59,7 @@ def train_together(
     threads = [threading.Thread(target=run_one, args=(number,)) for number in range(len(runs))]
 
     def ask_until_they_end() -> None:
-        """One that is just beginning has no folder yet, or takes what lies there for an older wish."""
+        """Creates stop files until all threads end: a starting participant has no folder yet, or deletes old ones."""
         while not all_ended.is_set():
             for run, thread in zip(runs, threads, strict=True):
                 folder = run.island_folder()
@@ -76,7 +76,7 @@ def train_together(
         try:
             for thread in threads:
                 while thread.is_alive():
-                    thread.join(_ASK_SECONDS)  # Python sees a signal that another thread was woken for only then
+                    thread.join(_ASK_SECONDS)  # Python handles signals only when the main thread wakes
         finally:
             all_ended.set()
     if errors:
@@ -92,13 +92,13 @@ def _signal_handlers(stop: Callable[[], None], is_command: bool) -> Iterator[Non
         nonlocal is_first
         if is_command and not is_first:
             signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)  # no thread that computes would hear an exception
+            signal.raise_signal(number)  # an exception would not reach the computing threads
         is_first = False
         if is_command:
             print(_STOPPING, file=sys.stderr, flush=True)
         stop()
 
-    is_main = threading.current_thread() is threading.main_thread()  # only there may handlers be set
+    is_main = threading.current_thread() is threading.main_thread()  # handlers can only be set there
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
         yield

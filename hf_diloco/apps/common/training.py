@@ -1,6 +1,6 @@
-"""What one rank of an island, or node, trains with; where its training goes on from; and the training, to the end.
+"""Trains one rank of an island or node: chooses the checkpoint to resume from, trains, and saves the results.
 
-The end is the model as a Hugging Face folder, with its card and on the Hub, and `summary.json`.
+The results are the model as a Hugging Face folder, with its card and on the Hub, and `summary.json`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ A = TypeVar("A", bound="Assembled[Any, Any, Any]")
 
 @dataclass(frozen=True)
 class Assembled(Generic[R, C, D]):
-    """Everything that one rank of an island, or node, trains with.
+    """Everything that one rank of an island or node trains with.
 
     Attributes:
-        checkpoint: where training goes on from; None: from the beginning.
-        speaks: whether it says what it does; of those in one process only the first.
+        checkpoint: the checkpoint to resume from; None to start from scratch.
+        speaks: whether it prints messages; in a simulation, only the first participant does.
     """
 
     run: R
@@ -69,7 +69,7 @@ class Assembled(Generic[R, C, D]):
 
 
 def check_world(args: TrainingArguments) -> None:
-    """Raises `UnsupportedError` unless the launcher's idea of the island is accelerate's."""
+    """Raises `UnsupportedError` unless Accelerate sees as many ranks as the launcher started."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if args.world_size != launched:
         raise UnsupportedError(
@@ -82,7 +82,7 @@ def check_world(args: TrainingArguments) -> None:
 
 @contextmanager
 def leader_first(ranks: IslandGroup) -> Iterator[None]:
-    """Lets the other ranks begin when the leader has ended, which may take as long as the group waits."""
+    """Runs the block on the leader first, then on the other ranks, which wait up to the group's timeout."""
     if not ranks.is_leader:
         ranks.barrier()
     yield
@@ -91,7 +91,7 @@ def leader_first(ranks: IslandGroup) -> Iterator[None]:
 
 
 def find_checkpoint(run: BaseRun, callback: AnyCallback) -> Path | None:
-    """Where training goes on from, as `launch.resume` says; None: from the beginning."""
+    """Returns the checkpoint to resume from, by `launch.resume`; None to start from scratch."""
     if run.launch.resume == "auto":
         return callback.common_checkpoint(run.island_folder())
     if checkpoint := run.checkpoint_given():
@@ -102,11 +102,13 @@ def find_checkpoint(run: BaseRun, callback: AnyCallback) -> Path | None:
 def train_on(
     assembled: A, progress: Progress, print_plan: Callable[[A], object], finish: Callable[[A, Progress], object]
 ) -> int:
-    """Trains from where `find_checkpoint` says; returns the exit code.
+    """Trains from `assembled.checkpoint`; returns the exit code.
 
     Args:
-        print_plan: says what is about to happen, where `assembled` speaks.
-        finish: called when training has come to its end, and not to a stop on request.
+        assembled: everything to train with.
+        progress: the progress file.
+        print_plan: prints what is about to happen; called only if `assembled.speaks`.
+        finish: called when training is complete, but not after a stop on request.
 
     Raises:
         CheckpointError: the checkpoint's weights do not fit the model.
@@ -124,7 +126,7 @@ def train_on(
     try:
         with loading(checkpoint):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except ValidationError as error:  # by which DeepSpeed refuses its configuration
+    except ValidationError as error:  # raised by DeepSpeed for its configuration
         raise ConfigError(f"deepspeed: {error}") from error
     if not assembled.callback.stopped:
         finish(assembled, progress)
@@ -141,7 +143,7 @@ def train_on(
 
 @contextmanager
 def loading(checkpoint: Path | None) -> Iterator[None]:
-    """Where a Trainer loads the checkpoint, and trains on.
+    """Wraps a Trainer's loading of the checkpoint and training, to explain a checkpoint of another model.
 
     Raises:
         CheckpointError: the checkpoint's weights do not fit the model.
@@ -159,13 +161,15 @@ def loading(checkpoint: Path | None) -> Iterator[None]:
 
 
 def save_final_model(trainer: Trainer, folder: Path) -> Path:
-    """Writes the model and its tokenizer to `folder`/model, whole before an older one goes. Collective over the ranks.
+    """Writes the model and its tokenizer to `folder`/model, completely before it replaces an older one.
+
+    Collective over the ranks.
 
     Returns:
-        The folder, which `AutoModelForCausalLM.from_pretrained` loads.
+        The folder, for `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
-        CheckpointError: it cannot be written; on every rank. Started again, the run ends from its last checkpoint.
+        CheckpointError: on every rank, if one cannot write. If restarted, the run finishes from its last checkpoint.
     """
     from hf_diloco.trainer.saving import noting_failures
 
@@ -174,7 +178,7 @@ def save_final_model(trainer: Trainer, folder: Path) -> Path:
     if trainer.is_world_process_zero():
         shutil.rmtree(temporary, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    if trainer.is_fsdp_enabled:  # else it writes nothing where checkpoints are of a part a rank
+    if trainer.is_fsdp_enabled:  # with sharded checkpoints it would write no model
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     with noting_failures(trainer, failures):
         trainer.save_model(str(temporary))
@@ -186,7 +190,7 @@ def save_final_model(trainer: Trainer, folder: Path) -> Path:
             "last checkpoint, if there is one"
         )
     if trainer.is_world_process_zero():
-        (temporary / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json says the same
+        (temporary / "training_args.bin").unlink(missing_ok=True)  # a pickle; run.json has the same settings
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
@@ -202,13 +206,16 @@ def record_end(
     training: Training,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Writes `summary.json` of this island, or node, from its record and the last evaluation; returns it.
+    """Writes `summary.json` of this island or node, from its record and the last evaluation; returns it.
 
-    The first of them also writes the card of what `save_final_model` wrote, and publishes both where the run asks so.
+    Island or node 0 also writes the model card, and pushes the model to the Hub if `push_to_hub` is set.
 
     Args:
-        more: what only runs of this task have.
-        training: what the card says that the record does not.
+        run: the run file.
+        evaluation: the last evaluation.
+        more: further entries, of this task only.
+        training: facts for the card that the record does not have.
+        progress: the progress file.
     """
     number = run.meeting.island
     figures = summarise_island(load_island(run.island_folder(), number))

@@ -1,4 +1,4 @@
-"""YAML files that people write: line numbers for errors, no YAML 1.1 surprises, overrides from the command line."""
+"""Reads hand-written YAML files: line numbers in errors, YAML 1.2 scalars, overrides from the command line."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ KeyPath = tuple[str, ...]
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 50
 MAX_VALUES = 100_000
-"""What a run file may hold: far more than any has, and less than what exhausts the stack or memory. Values that an
-alias repeats count each time."""
+"""Limits of a run file: far above real files, but below what exhausts stack or memory. Values that an alias repeats
+count each time."""
 MAX_DIGITS = 300
-"""Of a whole number: a few more, and it is too large for a float."""
+"""Limit of an integer: with a few more digits it is too large for a float."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the YAML 1.2 core scalars: `1e-3` is a number; `no` and `2024-01-01` are words.
+    """SafeLoader with the YAML 1.2 core scalars: `1e-3` is a number; `no` and `2024-01-01` are strings.
 
-    It reads only what JSON can hold, so that a run file can be recorded, and handed to DeepSpeed.
+    Accepts only types that JSON has, so that a run file can be recorded and passed to DeepSpeed.
     """
 
     yaml_constructors = {  # noqa: RUF012 - PyYAML's way
@@ -44,10 +44,10 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        self._sizes: dict[int, int] = {}  # values below each node, those that aliases repeat counted each time
+        self._sizes: dict[int, int] = {}  # number of values below each node, with repeats by aliases
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Raises `yaml.YAMLError` for what is beyond the limits above, or has a character that no file or name has."""
+        """Raises `yaml.YAMLError` beyond the limits above, and for null characters and lone surrogates."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         mark, is_alias = event.start_mark, isinstance(event, yaml.AliasEvent)
         self._depth += 1
@@ -83,7 +83,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes words which `_Loader` would take for numbers, as `1e5`."""
+    """SafeDumper that also quotes strings that `_Loader` would read as numbers, such as `1e5`."""
 
 
 _DIGITS = r"[-+]?[0-9][0-9_]*"
@@ -98,7 +98,7 @@ for _tag, _pattern, _first in (
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """The YAML that `read_yaml` reads as these values."""
+    """Returns YAML that `read_yaml` reads back as these values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -109,7 +109,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         The mapping, and the line (from 1) of every key by its path.
 
     Raises:
-        ConfigError: when the file is missing, is not YAML (with the line), repeats a key, or is not a mapping.
+        ConfigError: the file is missing, is not YAML (the message has the line), repeats a key, or is not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -132,7 +132,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 
 def parse_override(item: str) -> tuple[KeyPath, Any]:
-    """Parses `a.b=value` (the value as YAML); raises `ConfigError` when it has another form."""
+    """Parses `a.b=value` (the value as YAML); raises `ConfigError` if `item` has another form."""
     key, separator, text = item.partition("=")
     path = tuple(key.strip().split("."))
     if not separator or not all(path):
@@ -144,7 +144,7 @@ def parse_override(item: str) -> tuple[KeyPath, Any]:
 
 
 def _load(text: str) -> tuple[Any, yaml.Node | None]:
-    """The value of a document and its nodes, None if it is empty. Raises `yaml.YAMLError`, also beyond the limits."""
+    """Returns a document's value and nodes, None if it is empty. Raises `yaml.YAMLError`, also beyond the limits."""
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"{len(text):,} characters, more than {MAX_CHARACTERS:,}; is it a run file?")
     loader = _Loader(text)
@@ -163,14 +163,14 @@ _TOO_LONG = f"a whole number of more than {MAX_DIGITS} digits; give a smaller on
 
 
 def parse_whole(digits: str) -> int:
-    """A whole number of a JSON file that a run file names; raises `ValueError` beyond the limit."""
+    """Parses an integer of a JSON file that a run file names; raises `ValueError` beyond the limit."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(_TOO_LONG)
     return int(digits)
 
 
 def _check_scalar(node: yaml.Node) -> None:
-    """Raises `yaml.YAMLError` for a number beyond the limit, or characters that no file name or message may have."""
+    """Raises `yaml.YAMLError` for an integer beyond the limit, a null character or a lone surrogate."""
     problem = ""
     if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
         problem = _TOO_LONG
@@ -184,7 +184,7 @@ def _check_scalar(node: yaml.Node) -> None:
 
 
 def set_at(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-    """Sets a nested value in place, making blocks on the way; raises `ConfigError` for what is there and no block."""
+    """Sets a nested value in place, creating missing blocks; raises `ConfigError` if a block is a value."""
     block: Any = values
     for depth, key in enumerate(path[:-1], 1):
         if block.get(key) is None:
@@ -208,7 +208,7 @@ def _lines(node: yaml.Node | None, prefix: KeyPath = ()) -> dict[KeyPath, int]:
 
 
 def nearest_line(lines: Mapping[KeyPath, Any], path: Sequence[Any]) -> Any | None:
-    """The entry of the setting at `path`, else of the closest block around it."""
+    """Returns the entry of the setting at `path`, else of the closest enclosing block."""
     names = tuple(str(part) for part in path)
     for length in range(len(names), 0, -1):
         if names[:length] in lines:
@@ -223,7 +223,7 @@ def _problem(error: yaml.YAMLError) -> str:
 
 
 def _neighbours(path: Path) -> str:
-    """Names a file that the user may have meant."""
+    """Returns a hint that names a file that the user may have meant."""
     import difflib
 
     if not path.parent.is_dir():

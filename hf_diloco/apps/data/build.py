@@ -1,6 +1,6 @@
-"""From the settings to what the Trainer takes: this island's training blocks and the evaluation blocks of all.
+"""Builds the Trainer's datasets from the settings: this island's training blocks, and the common evaluation blocks.
 
-The islands' shares are disjoint, and none has text that is held out to evaluate on.
+The islands' shares are disjoint, and contain no text that is held out for evaluation.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
     from hf_diloco.apps.data.sources import Documents
 
-STREAM_EVAL_FRACTION = 0.01  # of a stream's documents, when they must serve for evaluation too
+STREAM_EVAL_FRACTION = 0.01  # share of a stream's documents held out for evaluation
 MAX_EVAL_FRACTION = 0.5
 MAX_SAMPLED_FILES = 64
 
 
 class Datasets(NamedTuple):
-    """What one island trains and evaluates on.
+    """The data of one island.
 
     Attributes:
         train: this island's share; a `PackedStream` when streaming.
-        evaluation: the same on all islands.
-        eval_hash: of the evaluation blocks, for the islands to compare.
+        evaluation: the evaluation blocks, equal on all islands.
+        eval_hash: hash of the evaluation blocks, which the islands compare.
     """
 
     train: PackedDataset | PackedStream
@@ -46,11 +46,11 @@ class Datasets(NamedTuple):
 
 
 def sample_texts(data: DataBlock, max_megabytes: float) -> Iterator[str]:
-    """Text to train a tokenizer on: a bounded part of the whole corpus, the same on every island.
+    """Yields text to train a tokenizer on: a bounded part of the whole corpus, equal on all islands.
 
     Args:
-        data: the source. Of several files, the first 64 take turns; a finite dataset gives documents in random order.
-        max_megabytes: UTF-8 megabytes after which it ends.
+        data: the source. Streamed files: the first 64 take turns; a finite dataset: documents in random order.
+        max_megabytes: megabytes of UTF-8 text to yield.
     """
     with reading(data):
         if data.source == "files" and data.streaming:
@@ -67,7 +67,7 @@ def sample_texts(data: DataBlock, max_megabytes: float) -> Iterator[str]:
 
 
 def build_datasets(data: DataBlock, tokenizer: PreTrainedTokenizerBase, island: int, num_islands: int) -> Datasets:
-    """Opens, splits, shares, tokenises and packs; raises `ConfigError` for data that cannot be read, or too little."""
+    """Opens, splits, shares, tokenises and packs the text; raises `ConfigError` for unreadable or too little data."""
     encoder = Encoder(tokenizer)
     train: PackedDataset | PackedStream
     with reading(data):
@@ -131,7 +131,7 @@ def _hold_out(documents: Dataset, encoder: Encoder, data: DataBlock) -> tuple[To
     """Takes as many documents as evaluation needs, in the order of their hashes.
 
     Returns:
-        The evaluation blocks, and the hash up to which documents are not trained on.
+        The evaluation blocks, and the hash up to which documents are excluded from training.
     """
     hashes = _hashes(documents)
     order = np.argsort(hashes, kind="stable")
@@ -157,11 +157,11 @@ def _hashes(documents: Dataset) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 
 def share_documents(documents: Documents, island: int, num_islands: int) -> Documents:
-    """One island's share. The shares of all islands are disjoint and together complete.
+    """Returns one island's share. The shares of all islands are disjoint and together complete.
 
-    A stream is cut by its shards (files) here, *before* accelerate cuts the island's share for its ranks: cutting for
-    all ranks of islands of different size at once loses and repeats documents. A stream of fewer shards than islands
-    is read whole by every island, which keeps every `num_islands`-th document.
+    Splits a stream by its shards (files), before Accelerate splits the island's share among its ranks: splitting at
+    once for all ranks of islands of different size would lose and repeat documents. If a stream has fewer shards than
+    there are islands, every island reads all of it and keeps every `num_islands`-th document.
     """
     import datasets
 
@@ -177,7 +177,7 @@ def share_documents(documents: Documents, island: int, num_islands: int) -> Docu
         f"document in {num_islands}; more files save reading",
         stacklevel=2,
     )
-    # No lambda: workers that are not forked get it pickled.
+    # No lambda: it is pickled for workers that are not forked.
     return documents.filter(functools.partial(_is_mine, island, num_islands), with_indices=True)
 
 
@@ -186,22 +186,22 @@ def _is_mine(island: int, num_islands: int, _row: Any, index: int) -> bool:
 
 
 def files_of_island(files: list[str], island: int, num_islands: int) -> list[str]:
-    """The domain files of one island: file k belongs to island k % num_islands."""
+    """Returns the domain files of one island: file k belongs to island k % num_islands."""
     return files[island::num_islands]
 
 
 def text_hash(text: str) -> int:
-    """A number from 0 to 2**64 - 1 that only depends on the text: equal texts fall on the same side of a split."""
+    """Returns a hash of the text, from 0 to 2**64 - 1: equal texts fall on the same side of a split."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def is_held_out(text: str | None, fraction: float) -> bool:
-    """Whether a document of a stream is kept for evaluation; true for about `fraction` of all documents."""
+    """Whether a document of a stream is held out for evaluation; true for about `fraction` of all documents."""
     return text is not None and text_hash(text) < fraction * 2**64
 
 
 def without_held_out(documents: Documents, fraction: float) -> Documents:
-    """A stream without its evaluation documents."""
+    """Returns a stream without its held-out documents."""
     return documents.filter(functools.partial(_is_training, fraction), input_columns="text")
 
 

@@ -1,9 +1,9 @@
 """The embedded text: English that comes with every Python, so that a first run downloads nothing.
 
-It is the language reference's topics and the standard library's docstrings, about 2 MB of prose. It is deterministic
-for one version of Python, and differs a little between versions, which the islands notice when they compare their
-tokenizers. Parsing takes seconds: the result is kept in the user's cache folder, under a name that changes with the
-sources.
+It consists of the language reference's topics and the standard library's docstrings, about 2 MB of prose. It is
+deterministic for one version of Python, but differs slightly between versions; islands notice this when they compare
+their tokenizers. Parsing takes seconds, so the result is cached in the user's cache folder, under a name that changes
+with the sources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_diloco.utils.files import write_whole
 
 MIN_CHARACTERS = 100
 
-# Not prose, not of every installation, or (site-packages) not Python's own.
+# Not prose, not in every installation, or (site-packages) not part of Python.
 _LEFT_OUT = {
     "__pycache__", "_pyrepl", "dist-packages", "distutils", "ensurepip", "idlelib", "lib2to3", "site-packages", "test",
     "tests", "tkinter", "turtledemo", "turtle.py", "venv",
@@ -38,10 +38,10 @@ _DOCTEST = re.compile(r"^\s*(>>>|\.\.\.)( |$)")
 
 
 def embedded_documents() -> list[str]:
-    """The documents, in an order that depends on nothing but the version of Python.
+    """Returns the documents, in an order that depends only on the version of Python.
 
     Raises:
-        ConfigError: when this Python comes without its sources.
+        ConfigError: this Python comes without its sources.
     """
     kept = list(_documents(_standard_library(), _cache_folder()))
     if len(kept) < 500:
@@ -53,12 +53,12 @@ def embedded_documents() -> list[str]:
 
 
 def cached_documents(folder: Path, cache: Path | None) -> tuple[str, ...]:
-    """The documents of the Python sources below `folder`, and of the language reference.
+    """Returns the documents of the Python sources below `folder`, and of the language reference.
 
     Args:
-        folder: what `_sources` finds there is parsed.
-        cache: a folder, made if need be, that keeps them for other processes; a file there that is damaged, or that
-            cannot be written, costs the time to parse.
+        folder: the folder of the sources.
+        cache: the cache folder, created if missing. If the cached file is corrupt, or cannot be written, the sources
+            are parsed again.
     """
     if cache is None:
         return _parse(folder)
@@ -74,7 +74,7 @@ def cached_documents(folder: Path, cache: Path | None) -> tuple[str, ...]:
     return documents
 
 
-_documents = functools.cache(cached_documents)  # tokenizer and data both want them
+_documents = functools.cache(cached_documents)  # used by tokenizer and data
 
 
 def _cache_folder() -> Path | None:
@@ -84,7 +84,7 @@ def _cache_folder() -> Path | None:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Changes with the version of Python, the parsed files' names, sizes and times, and this module."""
+    """Returns a hash of the version of Python, the parsed files' names, sizes and times, and this module."""
     digest = hashlib.sha256(f"{sys.version}\0".encode() + Path(__file__).read_bytes())
     for path in _sources(folder):
         state = path.stat()
@@ -98,7 +98,7 @@ def _parse(folder: Path) -> tuple[str, ...]:
 
 
 def clean(text: str) -> str:
-    """Text without reStructuredText's roles and underlines, and without interactive examples."""
+    """Removes reStructuredText's roles and underlines, and interactive examples."""
     lines = _ROLE.sub(r"\1", inspect.cleandoc(text)).replace("``", "").splitlines()
     kept = [line.rstrip() for line in lines if not _UNDERLINE.match(line) and not _DOCTEST.match(line)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
@@ -117,7 +117,7 @@ def _topics() -> Iterator[str]:
 
 
 def _docstrings(folder: Path) -> Iterator[str]:
-    """All docstrings of the modules below a folder, without importing any."""
+    """Yields all docstrings of the modules below a folder, without importing them."""
     for path in _sources(folder):
         try:
             tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
@@ -129,7 +129,7 @@ def _docstrings(folder: Path) -> Iterator[str]:
 
 
 def _sources(folder: Path) -> list[Path]:
-    """The modules below a folder that are Python's own, in an order that depends on their names alone."""
+    """Returns Python's own modules below a folder, in an order that depends only on their names."""
     found = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]

@@ -1,4 +1,4 @@
-"""Documents to token blocks of one length: tokenised, joined with an end-of-text token after each, cut, no padding.
+"""Packs documents into token blocks of equal length: tokenised, joined with end-of-text tokens, cut, without padding.
 
 For masked language modelling (BERT, arXiv 1810.04805) a collator hides some of a block's tokens.
 """
@@ -28,7 +28,7 @@ SHARE_OF_MASKS, SHARE_OF_RANDOM = 0.8, 0.1  # of the hidden tokens; the rest sta
 
 
 class Encoder:
-    """Text to token numbers, with the end-of-text token after each document; raises `ConfigError` if there is none."""
+    """Encodes text as token ids, with the end-of-text token after each document; raises `ConfigError` without one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.eos_token_id is None:
@@ -45,20 +45,21 @@ class Encoder:
         return [[*ids, self.end_of_text] for ids in encoded["input_ids"]]
 
     def batch(self, rows: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
-        """For `Dataset.map(batched=True)`; empty documents fall out."""
+        """Encodes a batch, for `Dataset.map(batched=True)`; drops empty documents."""
         return {"input_ids": self([text for text in rows["text"] if text and text.strip()])}
 
 
 class PackedDataset(TorchDataset[Example]):
-    """Blocks of `sequence_length` tokens over tokenised documents, which are read in place (memory-mapped or not).
+    """Blocks of `sequence_length` tokens from tokenised documents, read in place (memory-mapped or not).
 
-    The tail that does not fill a block is left out.
+    Drops the tail that does not fill a block.
 
     Args:
-        documents: a dataset with the column `input_ids`, in reading order, as `Dataset.map` leaves it.
+        documents: a dataset with the column `input_ids`, in reading order, as `Dataset.map` returns it.
+        sequence_length: tokens per block.
 
     Attributes:
-        pieces: the tokens, in reading order, as they lie in the dataset's chunks.
+        pieces: the tokens of the dataset's chunks, in reading order.
     """
 
     def __init__(self, documents: datasets.Dataset, sequence_length: int) -> None:
@@ -69,7 +70,7 @@ class PackedDataset(TorchDataset[Example]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents, with the tail."""
+        """Tokens of all documents, including the tail."""
         return self._ends[-1] if self._ends else 0
 
     def __len__(self) -> int:
@@ -102,7 +103,7 @@ class TokenBlocks(TorchDataset[Example]):
 
 
 def example(tokens: np.ndarray[Any, Any]) -> Example:
-    """What the model takes: int64 `input_ids` and, equal to them, `labels` (the model shifts them)."""
+    """Returns the model's inputs: int64 `input_ids`, and equal `labels` (the model shifts them)."""
     ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -112,7 +113,7 @@ def pack_dataset(documents: datasets.Dataset, encoder: Encoder, sequence_length:
     from datasets import Dataset, Features, List, Value
 
     features = Features({"input_ids": List(Value("int32"))})
-    if len(documents) == 0:  # which `map` would leave as they are
+    if len(documents) == 0:  # `map` would not change the columns
         return PackedDataset(Dataset.from_dict({"input_ids": []}, features), sequence_length)
     columns = documents.column_names
     encoded = documents.map(encoder.batch, batched=True, remove_columns=columns, features=features, desc="tokenising")
@@ -120,10 +121,10 @@ def pack_dataset(documents: datasets.Dataset, encoder: Encoder, sequence_length:
 
 
 def pack_first(texts: Iterable[str], encoder: Encoder, sequence_length: int, num_blocks: int) -> TokenBlocks:
-    """The first blocks of some texts; fewer when the texts end."""
+    """Packs the first `num_blocks` blocks of some texts; fewer if the texts end before."""
     needed = sequence_length * num_blocks
     tokens: list[int] = []
-    for text in texts:  # one by one: what is not needed stays untouched, and can be trained on
+    for text in texts:  # one by one: unused texts stay available for training
         tokens.extend(encoder([text])[0])
         if len(tokens) >= needed:
             break
@@ -133,16 +134,16 @@ def pack_first(texts: Iterable[str], encoder: Encoder, sequence_length: int, num
 
 @dataclass(frozen=True)
 class Masking:
-    """A collator of blocks that hides tokens. A block's mask depends on its tokens and the seed alone.
+    """A collator that hides tokens of blocks. A block's mask depends only on its tokens and the seed.
 
-    (Transformers' own draws from a random state that goes on from batch to batch: a resumed run would have other masks
-    than an uninterrupted one, and islands would evaluate different ones.)
+    (Transformers' own collator draws from a random state that advances from batch to batch: a resumed run would have
+    other masks than an uninterrupted one, and islands would evaluate different masks.)
 
     Attributes:
-        mask: number of the token that hides others.
-        vocab_size: tokens that may stand in the place of a hidden one.
-        share: of a block's tokens that are to be predicted.
-        seed: of the run.
+        mask: id of the mask token.
+        vocab_size: number of tokens from which random replacements are drawn.
+        share: share of a block's tokens to predict.
+        seed: the run's seed.
     """
 
     mask: int
@@ -151,7 +152,7 @@ class Masking:
     seed: int
 
     def __call__(self, examples: Sequence[Example]) -> Example:
-        """`input_ids` with hidden tokens, and `labels`: what they were, -100 elsewhere; both (examples, length)."""
+        """Returns `input_ids` with hidden tokens, and `labels`: hidden tokens, else -100; both (examples, length)."""
         hidden = [self._hide(example["input_ids"]) for example in examples]
         return {name: torch.stack([one[name] for one in hidden]) for name in ("input_ids", "labels")}
 

@@ -1,4 +1,4 @@
-"""Opens the text: embedded, from the Hub, or from files; always as a dataset with the one column `text`."""
+"""Opens the text: embedded, from the Hub, or from files; always as a dataset with a single column `text`."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class DataBlock(Block):
 
 C4 = "allenai/c4"
 
-# reader of `datasets`, and its options, by the end of the file's name
+# reader of `datasets`, and its options, by file extension
 _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", {}),
     ".json": ("json", {}),
@@ -94,10 +94,10 @@ _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 
 def open_documents(data: DataBlock, files: Sequence[str] | None = None) -> Documents:
-    """The training text, before any split or share; of source files only `files`, where these are given.
+    """Opens the training text, before splitting and sharing; with source files and `files` given, only these files.
 
     Raises:
-        ConfigError: when it cannot be opened, with the reason and the remedy.
+        ConfigError: the text cannot be opened; the message has the reason and the remedy.
     """
     if data.source == "embedded":
         from datasets import Dataset
@@ -109,7 +109,7 @@ def open_documents(data: DataBlock, files: Sequence[str] | None = None) -> Docum
 
 
 def open_evaluation(data: DataBlock) -> list[Documents]:
-    """The text to evaluate on as streams, one a file; none when it is to be a held-out part of the training text."""
+    """Opens the evaluation text as streams, one per file; returns none if it is held out from the training text."""
     if data.eval_files:
         return [open_files([file], data.text_column, streaming=True) for file in data.eval_files]
     if data.eval_split is not None:
@@ -118,10 +118,10 @@ def open_evaluation(data: DataBlock) -> list[Documents]:
 
 
 def open_files(files: Sequence[str], text_column: str = "text", streaming: bool = False) -> Documents:
-    """Files of one format (.parquet, or .csv, .json, .jsonl or .txt, also compressed) as one dataset.
+    """Opens files of one format (.parquet, or .csv, .json, .jsonl or .txt, also compressed) as one dataset.
 
     Raises:
-        ConfigError: for an unknown or mixed format, an unreadable file, or a missing column.
+        ConfigError: the format is unknown or mixed, a file is unreadable, or the column is missing.
     """
     formats = {_format(file) for file in files}
     if len(formats) != 1 or not formats <= _READERS.keys():
@@ -140,7 +140,7 @@ def open_files(files: Sequence[str], text_column: str = "text", streaming: bool 
 
 
 def _open_csv(files: Sequence[str], text_column: str, streaming: bool) -> Documents:
-    """Other columns may hold anything, so they are not read. A text may look like a number, or be "None"."""
+    """Opens CSV files; reads only the text column, and as text: a text may look like a number, or be "None"."""
     only = {"usecols": [text_column], "converters": {text_column: str}, "keep_default_na": False}
     try:
         return _load_files("csv", files, text_column, streaming, **only)
@@ -151,27 +151,27 @@ def _open_csv(files: Sequence[str], text_column: str, streaming: bool) -> Docume
 
 
 def _load_files(reader: str, files: Sequence[str], text_column: str, streaming: bool, **options: Any) -> Documents:
-    # `datasets` reads names of files of this machine as patterns: `a[1].txt` would be `a1.txt`.
+    # `datasets` treats local file names as patterns: `a[1].txt` would match `a1.txt`.
     options["data_files"] = {"train": [file if "://" in file else glob.escape(file) for file in files]}
     return _load(reader, text_column, streaming, _names(files), split="train", **options)
 
 
 def texts(documents: Documents) -> Iterator[str]:
-    """The documents one after the other, without the empty ones."""
+    """Yields the documents, without empty ones."""
     for row in documents:
         if row["text"] and row["text"].strip():
             yield row["text"]
 
 
 def read_first(data: DataBlock) -> None:
-    """Raises `ConfigError` unless a first document can be read; makes no copy of the data on disk."""
+    """Raises `ConfigError` unless a first document can be read; does not copy the data to disk."""
     with reading(data):
         if next(texts(open_documents(data.model_copy(update={"streaming": True}))), None) is None:
             raise ConfigError(f"data: {_place(data)} holds no text")
 
 
 def alternate(sources: Sequence[Documents]) -> Iterator[str]:
-    """One document from each source in turn, until all have ended."""
+    """Yields one document from each source in turn, until all have ended."""
     active = [texts(source) for source in sources]
     while active:
         for iterator in list(active):
@@ -196,14 +196,14 @@ def _open_hub(data: DataBlock, split: str, streaming: bool) -> Documents:
         return _load(path, data.text_column, streaming, remedy=_ELSEWHERE, name=data.name, split=split)
     if saved[0] == Path(path) and split != "train":
         raise ConfigError(f"data: {path} holds one dataset and no split {split!r}: leave split and eval_split out")
-    listed = read_json(saved[0] / _SAVED).get("_data_files", [])  # beside them may lie what `map` has cached
+    listed = read_json(saved[0] / _SAVED).get("_data_files", [])  # the folder may also have files that `map` cached
     if not listed:
         raise ConfigError(f"data: {saved[0]} holds no text")
     return _load_files("arrow", [str(saved[0] / file["filename"]) for file in listed], data.text_column, streaming)
 
 
 _SAVED = "state.json"
-"""In a folder of `Dataset.save_to_disk`, and in that of each split of `DatasetDict.save_to_disk`."""
+"""A file in a folder of `Dataset.save_to_disk`, and in each split's folder of `DatasetDict.save_to_disk`."""
 
 
 def _load(
@@ -237,7 +237,7 @@ _ELSEWHERE = "; where the Hub cannot be reached, download the files and use sour
 
 @contextlib.contextmanager
 def reading(data: DataBlock) -> Iterator[None]:
-    """Where text is read that could be opened; raises `ConfigError` if a library cannot read on, with its reason."""
+    """Turns errors of libraries while reading opened text into `ConfigError`, with the reason."""
     try:
         yield
     except DiLoCoError:
@@ -255,7 +255,7 @@ def _names(files: Sequence[str]) -> str:
 
 
 def _reason(error: Exception) -> BaseException:
-    """What `datasets` found, without what it says of it."""
+    """Returns the cause of an error of `datasets`, without its wrapper."""
     from datasets.exceptions import DatasetGenerationError
 
     return error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
@@ -274,5 +274,5 @@ def _unreadable(where: str, error: Exception, remedy: str) -> ConfigError:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a column's type, or a value of it, is text, or says nothing: documents may be missing."""
+    """Whether a column's type or value is text or null; documents may be null."""
     return value is None or isinstance(value, str) or getattr(value, "dtype", "") in ("string", "large_string", "null")

@@ -1,6 +1,6 @@
-"""An endless stream of packed blocks that can stop and go on at any block, without reading again what came before.
+"""An endless stream of packed blocks that can resume at any block, without reading the blocks before it again.
 
-Where it stands is saved with every checkpoint of the Trainer.
+Its position is saved with every checkpoint of the Trainer.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 
 class Position(NamedTuple):
-    """Where a block begins.
+    """The position at which a block begins.
 
     Attributes:
-        num_blocks: blocks before it, from the beginning of the run.
-        epoch: passes over the documents before it.
+        num_blocks: blocks before it since the beginning of the run.
+        epoch: complete passes over the documents before it.
         documents: state of the document stream before the read with the block's first token; None: the beginning.
-        skip: tokens of that read that come before the block.
+        skip: tokens of that read before the block.
     """
 
     num_blocks: int
@@ -54,7 +54,7 @@ class Position(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """The tokens of one read of documents, and where it was read."""
+    """The tokens of one read of documents, and the position of the read."""
 
     epoch: int
     state: dict[str, Any] | None
@@ -62,14 +62,15 @@ class _Read(NamedTuple):
 
 
 class PackedStream(TorchIterableDataset[Example]):
-    """Documents tokenised, joined and cut into blocks as they come; the documents are begun again when they end.
+    """Tokenises, joins and cuts documents into blocks on the fly; starts over when the documents end.
 
-    Iterating goes on from `seek`'s position. The positions of the blocks handed out last are kept, so that the one
-    that fits a checkpoint can be asked for later (data loaders read ahead of training).
+    Iteration starts at `seek`'s position. Keeps the positions of recent blocks, because data loaders read ahead of
+    training, and a checkpoint needs an earlier position.
 
     Args:
         documents: the island's share, with the column `text`.
-        sequence_length: tokens in a block.
+        encoder: turns text into tokens.
+        sequence_length: tokens per block.
     """
 
     def __init__(self, documents: IterableDataset, encoder: Encoder, sequence_length: int) -> None:
@@ -80,15 +81,15 @@ class PackedStream(TorchIterableDataset[Example]):
         self._positions: deque[Position] = deque([self.start])
 
     def seek(self, position: Position) -> None:
-        """The next iteration begins at this position."""
+        """Sets the position at which the next iteration begins."""
         self.start = position
         self._positions = deque([position])
 
     def position(self, num_blocks: int) -> Position:
-        """Where block `num_blocks` begins; forgets all earlier positions.
+        """Returns the position of block `num_blocks`; drops all earlier positions.
 
         Raises:
-            CheckpointError: when the block was not handed out (or its position is forgotten).
+            CheckpointError: the position was not reached yet, or is dropped.
         """
         while self._positions and self._positions[0].num_blocks < num_blocks:
             self._positions.popleft()
@@ -98,7 +99,7 @@ class PackedStream(TorchIterableDataset[Example]):
 
     def __iter__(self) -> Iterator[Example]:
         start = self.start
-        pending: deque[_Read] = deque()  # reads with tokens that no block holds yet
+        pending: deque[_Read] = deque()  # reads with tokens that are in no block yet
         skip, available, num_blocks = start.skip, -start.skip, start.num_blocks
         self._positions = deque([start])
         for read in read_ahead(self._reads(start), READS_AHEAD):
@@ -112,7 +113,7 @@ class PackedStream(TorchIterableDataset[Example]):
                 yield example(block)
 
     def _reads(self, start: Position) -> Iterator[_Read]:
-        """Documents, some at a time, tokenised, for ever."""
+        """Yields tokenised reads of several documents each, endlessly."""
         epoch, state = start.epoch, start.documents
         documents = copy.copy(self.documents)
         while True:
@@ -133,7 +134,7 @@ class PackedStream(TorchIterableDataset[Example]):
 
 
 def _take(pending: deque[_Read], skip: int, length: int) -> tuple[np.ndarray[Any, Any], int]:
-    """Takes `length` tokens from behind the first `skip`; drops used-up reads but the last; returns the new skip."""
+    """Returns `length` tokens after the first `skip`, and the new skip; drops used reads except the last."""
     parts, missing = [], length
     while missing:
         part = pending[0].tokens[skip : skip + missing]
@@ -147,16 +148,16 @@ def _take(pending: deque[_Read], skip: int, length: int) -> tuple[np.ndarray[Any
 
 
 def read_ahead(items: Iterator[T], size: int) -> Iterator[T]:
-    """The same items, of which up to `size` are made before they are asked for.
+    """Yields the same items, computing up to `size` of them ahead in a thread.
 
-    An error of `items` is raised where its item would have come. The thread ends when the returned iterator is closed
-    or forgotten, or when the main thread ends.
+    Raises an error of `items` in place of its item. The thread ends when the returned iterator is closed or
+    garbage-collected, or when the main thread ends.
 
     Args:
-        items: used by the thread alone from the first request on; none is None.
+        items: used only by the thread from the first request on; no item may be None.
         size: items to keep ready.
     """
-    # Its thread is no daemon: killed inside the tokenizer while the interpreter ends, it can abort the process.
+    # No daemon thread: killed inside the tokenizer at interpreter exit, it could abort the process.
     pool = ThreadPoolExecutor(1, "hf-diloco-read-ahead")
     try:
         ready = deque(pool.submit(next, items, None) for _ in range(size))
@@ -168,14 +169,14 @@ def read_ahead(items: Iterator[T], size: int) -> Iterator[T]:
 
 
 class DataPositionCallback(TrainerCallback):
-    """Keeps `checkpoint-N/data_position.json`, so that resuming need not read a stream from its beginning.
+    """Writes `checkpoint-N/data_position.json`, so that a resume does not read the stream from its beginning.
 
     Resume with `stream.seek(read_position(checkpoint))` and `TrainingArguments(ignore_data_skip=True)`.
 
     Args:
         stream: the training data; rank 0 of the island reads it for all its ranks.
-        restore_random_state: called once before the first step after resuming with `ignore_data_skip`: there the
-            Trainer restores its random state before it makes the data loader, which draws a number. None: nothing.
+        restore_random_state: called once before the first step after a resume with `ignore_data_skip`: in this case
+            the Trainer restores its random state before it creates the data loader, which draws a number. None: no-op.
     """
 
     def __init__(self, stream: PackedStream, restore_random_state: Callable[[], None] | None) -> None:
@@ -186,14 +187,14 @@ class DataPositionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Notes the step at which the stream begins, before the callback that records a checkpoint's contents."""
+        """Stores the stream's first step, and moves before the callback that records a checkpoint's files."""
         self._first_step = state.global_step
         move_before_trackers(self)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Makes dropout draw what it would have drawn without the interruption."""
+        """Restores the random state once, so that dropout draws the same as without an interruption."""
         if self._restore_random_state is not None:
             self._restore_random_state()
             self._restore_random_state = None
@@ -201,13 +202,13 @@ class DataPositionCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Forgets positions of blocks that have been trained on."""
-        state.epoch = state.global_step / state.max_steps  # the Trainer counts from 0 again when it resumes a stream
+        """Drops the positions of blocks that have been trained on."""
+        state.epoch = state.global_step / state.max_steps  # the Trainer restarts at 0 when it resumes a stream
         if args.process_index == 0:
             self._position(args, state)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Writes the position of the first block that this checkpoint has not seen."""
+        """Writes the position of the first block after this checkpoint."""
         checkpoint = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if args.process_index == 0 and checkpoint.is_dir():  # if not, the Trainer could not write it
             try:
@@ -225,12 +226,12 @@ class DataPositionCallback(TrainerCallback):
 
 
 def write_position(checkpoint: Path, position: Position) -> None:
-    """Writes the position into a checkpoint folder, whole or not at all."""
+    """Writes the position into a checkpoint folder, atomically."""
     write_whole(checkpoint / FILE_NAME, json.dumps(position._asdict()))
 
 
 def read_position(checkpoint: Path) -> Position | None:
-    """The position in a checkpoint folder, None if it holds none; raises `CheckpointError` if it is damaged."""
+    """Reads the position from a checkpoint folder; None if it has none; raises `CheckpointError` if it is corrupt."""
     path = checkpoint / FILE_NAME
     if not path.exists():
         return None

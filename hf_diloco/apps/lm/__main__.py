@@ -1,4 +1,4 @@
-"""`torchrun -m hf_diloco.apps.lm RUN.yaml`: the same as `train_lm.py`, for an installed package."""
+"""`torchrun -m hf_diloco.apps.lm RUN.yaml`: the same as `train_lm.py`, for the installed package."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from hf_diloco.utils.files import STOP_FILE
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-ZERO_INIT_FROM = 2_000_000_000  # parameters above which ZeRO-3 makes a new model in parts
+ZERO_INIT_FROM = 2_000_000_000  # parameters above which ZeRO-3 creates a new model in shards
 
 
 Island: TypeAlias = Assembled[RunFile, "DiLoCoCallback | PlainCallback", Datasets]
@@ -48,12 +48,12 @@ def assemble(
     progress: Progress,
     simulated: Callable[..., DiLoCoCallback] | None = None,
 ) -> Island:
-    """Builds everything and meets the other islands. Collective over the ranks of the island.
+    """Builds everything and connects to the other islands. Collective over the ranks of the island.
 
-    For its arguments see `train_island`.
+    For the arguments see `train_island`.
 
     Raises:
-        DiLoCoError: a setting does not work, or the other islands cannot be found or train something else.
+        DiLoCoError: a setting does not work, or the other islands cannot be reached or train something else.
     """
     speaks = simulated is None or run.diloco.island == 0
     args = training_arguments(run, **({} if speaks else {"disable_tqdm": True}))
@@ -66,7 +66,7 @@ def assemble(
         sketch = sketch_model(run, tokenizer)
     check_model(args, sketch)
     progress.update(message="preparing the data")
-    with leader_first(ranks):  # the others find its tokenised files in the cache of `datasets`
+    with leader_first(ranks):  # the other ranks find the tokenised files in the cache of `datasets`
         data = build_datasets(run.data, tokenizer, run.diloco.island, run.diloco.num_shares)
     _check_data(run, args, data)
     progress.update(message="building the model")
@@ -89,10 +89,10 @@ def assemble(
 def _model(
     run: RunFile, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, num_parameters: int
 ) -> PreTrainedModel:
-    """The model. Under ZeRO-3 transformers makes it in parts, with other random numbers than a whole one.
+    """Creates the model, unsharded up to `ZERO_INIT_FROM` parameters: all ZeRO stages then start from equal weights.
 
-    What is small enough is therefore made whole: every ZeRO stage then starts from the same weights. In parts are made
-    weights that are read from files, but for a GGUF file, which is converted whole.
+    Under ZeRO-3 transformers would create it in shards, with other random numbers than an unsharded model. Weights
+    from files are loaded in shards, except GGUF files, which are converted as a whole.
     """
     is_read = run.model.path is not None and not find_source(run.model.path).options
     in_parts = is_read or (run.model.path is None and num_parameters > ZERO_INIT_FROM)
@@ -102,7 +102,7 @@ def _model(
 
 @contextmanager
 def _without_deepspeed(args: TrainingArguments) -> Iterator[None]:
-    """Within it, transformers makes whole models; those on the device `meta` it cannot make in parts."""
+    """Makes transformers create unsharded models inside; it cannot create sharded ones on the device `meta`."""
     config = getattr(args, "hf_deepspeed_config", None)
     unset_hf_deepspeed_config()
     try:
@@ -113,7 +113,7 @@ def _without_deepspeed(args: TrainingArguments) -> Iterator[None]:
 
 
 def _tame_deepspeed(args: TrainingArguments) -> None:
-    """Keeps DeepSpeed quiet, and from compiling an extension for shared memory that a CPU island does without."""
+    """Limits DeepSpeed's logs, and on CPU stops it from compiling a shared-memory extension that is not needed."""
     if args.deepspeed is None:
         return
     import deepspeed.ops
@@ -136,11 +136,11 @@ def _check_data(run: RunFile, args: TrainingArguments, data: Datasets) -> None:
 
 
 def facts_of(run: RunFile, data: Datasets, tokenizer: PreTrainedTokenizerBase) -> Facts:
-    """What must be equal on all islands, besides what the callback compares."""
+    """Returns facts that must be equal on all islands, besides those that the callback compares."""
     return {
         "tokenizer": tokenizer_hash(tokenizer),
         "sequence_length": run.data.sequence_length,
-        "data.shares": run.data.shares,  # else shares overlap
+        "data.shares": run.data.shares,  # otherwise shares overlap
         "evaluation_data": data.eval_hash,
         "seed": run.seed,
     }
@@ -174,8 +174,8 @@ def _trainer(
         optimizers=(optimizer, None),
     )
     if masking is not None:
-        # The loss of these models is the mean of their own batch. By their signature the Trainer takes it for one that
-        # is divided by the tokens of all ranks and accumulated batches, and would multiply it.
+        # The loss of these models is the mean over their own batch. From their signature the Trainer infers that it is
+        # divided by the tokens of all ranks and accumulated batches, and would multiply it.
         trainer.model_accepts_loss_kwargs = False
     if isinstance(data.train, PackedStream):
         _continue_stream(trainer, data.train, checkpoint)
@@ -185,7 +185,7 @@ def _trainer(
 
 
 def _continue_stream(trainer: Trainer, stream: PackedStream, checkpoint: Path | None) -> None:
-    """Lets the stream begin where the checkpoint stands; without a position the Trainer reads and skips the rest."""
+    """Starts the stream at the checkpoint's position; without one the Trainer reads and skips what was trained on."""
     position = read_position(checkpoint) if checkpoint else None
     restore = None
     if position is not None:
@@ -196,13 +196,13 @@ def _continue_stream(trainer: Trainer, stream: PackedStream, checkpoint: Path | 
 
 
 class _EngineCheck(TrainerCallback):
-    """DeepSpeed or FSDP was asked for; plain DDP must not train in its place."""
+    """Checks that DeepSpeed or FSDP is really used if requested, and not plain DDP."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Looks at what the Trainer made of the model."""
+        """Checks the class of the Trainer's wrapped model."""
         wrapped = self._trainer.model_wrapped
         if args.fsdp:
             if not is_fsdp2(wrapped):

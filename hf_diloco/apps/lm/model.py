@@ -1,6 +1,6 @@
-"""The model: a Llama shape of the DiLoCo paper, any transformers configuration, or a checkpoint to go on from.
+"""The model: a Llama shape of the DiLoCo paper, any transformers configuration, or a checkpoint to continue from.
 
-A checkpoint is on the Hub or in a folder of Hugging Face's, or a file in llama.cpp's format GGUF.
+A checkpoint is on the Hub, in a Hugging Face folder, or a file in llama.cpp's GGUF format.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _SHAPES: dict[str, dict[str, Any]] = {
 def build_config(
     model: ModelBlock, tokenizer: PreTrainedTokenizerBase | None, sequence_length: int, vocab_size: int = 0
 ) -> PreTrainedConfig:
-    """The configuration of a model that is trained from scratch, for this vocabulary and length.
+    """Creates the configuration of a model to train from scratch, for this vocabulary and sequence length.
 
-    Without a tokenizer, for one of `vocab_size` that is yet to be trained. Raises `ConfigError` as `make_config`, or
-    if they do not fit.
+    If `tokenizer` is None because it is not trained yet, uses `vocab_size`. Raises `ConfigError` as `make_config`
+    does, or if vocabulary or length do not fit.
     """
     defaults: dict[str, Any] = {"vocab_size": vocab_size}
     if tokenizer is not None:
@@ -68,10 +68,10 @@ def build_config(
 def build_model(
     model: ModelBlock, tokenizer: PreTrainedTokenizerBase, sequence_length: int, seed: int
 ) -> PreTrainedModel:
-    """A model with fp32 weights: initialised from `seed`, or loaded from `model.path`.
+    """Creates a model with fp32 weights: initialised from `seed`, or loaded from `model.path`.
 
     Raises:
-        ConfigError: when it cannot be made or loaded, or does not fit the tokenizer or the sequence length.
+        ConfigError: the model cannot be created or loaded, or does not fit the tokenizer or the sequence length.
     """
     from transformers import set_seed
 
@@ -85,12 +85,12 @@ def build_model(
 
 
 def sketch_model(run: RunFile, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
-    """The model on the device `meta`, without weights: before the data is prepared, which may take hours.
+    """Creates the model on the device `meta`, without weights, to find mistakes before preparing data takes hours.
 
-    A tokenizer of None is yet to be trained, and counts as it is asked for.
+    If `tokenizer` is None because it is not trained yet, uses its settings.
 
     Raises:
-        ConfigError: as `build_model`; or FSDP is to gather layers that the model does not have.
+        ConfigError: as for `build_model`; or FSDP is told to wrap layers that the model does not have.
     """
     import torch
 
@@ -108,7 +108,7 @@ def sketch_model(run: RunFile, tokenizer: PreTrainedTokenizerBase | None) -> Pre
 
 
 def auto_class(model: ModelBlock) -> Any:
-    """The class of transformers that makes models of this objective."""
+    """Returns the transformers class that creates models of this objective."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     return AutoModelForMaskedLM if model.objective == "masked" else AutoModelForCausalLM
@@ -127,11 +127,11 @@ def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | N
 
 
 class Source(NamedTuple):
-    """What `from_pretrained` is called with.
+    """Arguments for `from_pretrained`.
 
     Attributes:
-        name: a hub id or a folder.
-        options: `gguf_file` with the name of a file in the folder, or nothing.
+        name: a Hub id or a folder.
+        options: `gguf_file` with the name of a file in the folder, or empty.
     """
 
     name: str
@@ -139,14 +139,14 @@ class Source(NamedTuple):
 
 
 def find_source(path: str, setting: str = "model.path") -> Source:
-    """Where a model or tokenizer is loaded from.
+    """Finds where a model or tokenizer is loaded from.
 
     Args:
-        path: a hub id, a folder, a GGUF file, or a folder with one GGUF file and no config.json.
-        setting: that names it, for errors.
+        path: a Hub id, a folder, a GGUF file, or a folder with one GGUF file and no config.json.
+        setting: the setting that names the path, for errors.
 
     Raises:
-        ConfigError: the folder holds several GGUF files, the file is missing, or the package `gguf` is.
+        ConfigError: the folder has several GGUF files, or the file or the package `gguf` is missing.
     """
     file = _gguf_file(Path(path), setting)
     if file is None:
@@ -158,7 +158,7 @@ def find_source(path: str, setting: str = "model.path") -> Source:
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """The configuration of a pre-trained model, without its weights; raises `ConfigError` if it cannot be had."""
+    """Loads the configuration of a pre-trained model, without its weights; raises `ConfigError` if that fails."""
     from transformers import AutoConfig
 
     source = find_source(path)
@@ -168,7 +168,7 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def load_weights(path: str, auto_class: Any) -> PreTrainedModel:
-    """A pre-trained model in fp32, which trains and is saved as one that never was quantised.
+    """Loads a pre-trained model in fp32; removes marks of quantisation, so that it trains and is saved as a plain one.
 
     Raises `ConfigError` if it cannot be loaded.
     """
@@ -177,7 +177,7 @@ def load_weights(path: str, auto_class: Any) -> PreTrainedModel:
     source = find_source(path)
     with loading("model.path", path):
         model: PreTrainedModel = auto_class.from_pretrained(source.name, dtype=torch.float32, **source.options)
-    if source.options:  # what was loaded is fp32, but Trainer and `save_pretrained` would take it for quantised
+    if source.options:  # weights are fp32 now, but Trainer and `save_pretrained` would think they are quantised
         for name in ("hf_quantizer", "is_quantized", "quantization_method"):
             vars(model).pop(name, None)
         vars(model.config).pop("quantization_config", None)

@@ -1,4 +1,4 @@
-"""`diloco: {enabled: false}`: the plain Trainer, with the record and the clean stop that other runs have."""
+"""`diloco: {enabled: false}`: the plain Trainer, with the record and the clean stop of other runs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _FILES = "files.json"
 
 
 class PlainCallback(RunCallback[Record]):
-    """Watches a Trainer without touching what it computes: `metrics.jsonl`, and an end with a checkpoint on request.
+    """Writes `metrics.jsonl` for a Trainer, and stops it with a checkpoint on request. Does not change its results.
 
     Args:
         config, tokens_per_example: for the record.
-        stop_file: its existence asks for the end.
+        stop_file: a file whose existence requests a clean stop.
 
     Attributes:
         round: always 0.
@@ -55,7 +55,7 @@ class PlainCallback(RunCallback[Record]):
         return IslandGroup()
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
-        """The newest checkpoint; there are no other islands to agree with."""
+        """Returns the newest checkpoint; there are no other islands to agree with."""
 
         def look() -> list[str]:
             folder = Path(output_dir)
@@ -66,7 +66,7 @@ class PlainCallback(RunCallback[Record]):
         return first_sound(found[::-1], _read_files, self._ranks)
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
-        """Raises `CheckpointError`, which names it, if a file does not hold what was written to it."""
+        """Raises `CheckpointError` if a file of the checkpoint is missing or corrupt; the message names it."""
         files = self._ranks.on_all(lambda: _read_files(Path(checkpoint)))
         check_contents(Path(checkpoint), files, self._ranks)
 
@@ -98,7 +98,7 @@ class PlainCallback(RunCallback[Record]):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ends training when asked to."""
+        """Ends training on request."""
         if self._stop.agreed():
             self.stopped = True
             self._end_early(control)
@@ -115,7 +115,7 @@ class PlainCallback(RunCallback[Record]):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ends the record of training; the evaluation after it is still recorded."""
+        """Writes the `end` event; the evaluation afterwards is still recorded."""
         self._end()
         seconds = time.monotonic() - self._began
         traffic = {"seconds_waiting": 0.0, "seconds_exchanging": 0.0, "bytes_sent": 0, "bytes_received": 0}
@@ -124,11 +124,11 @@ class PlainCallback(RunCallback[Record]):
         )
 
 
-# Which checkpoints are whole: those that list their files, the list written last
+# Complete checkpoints: those with a list of their files, which is written last
 
 
 def _read_files(checkpoint: Path) -> list[FileRecord]:
-    """What a checkpoint lists; nothing where an earlier version of this package wrote it."""
+    """Returns the files that a checkpoint lists; none if an earlier version of this package wrote it."""
     path = checkpoint / _FILES
     try:
         return [FileRecord(**file) for file in json.loads(path.read_text(encoding="utf-8"))]
@@ -139,7 +139,7 @@ def _read_files(checkpoint: Path) -> list[FileRecord]:
 
 
 def _find_whole(folder: Path) -> list[Path]:
-    """Oldest first. Where none lists its files, those that the Trainer has finished."""
+    """Returns the complete checkpoints, oldest first. If none lists its files, those that the Trainer finished."""
     numbered = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
     numbered.sort(key=lambda path: int(path.name.rpartition("-")[2]))
     finished = [path for path in numbered if read_json(path / "trainer_state.json")]

@@ -1,6 +1,6 @@
 """The run file: one YAML with the model, the data, TrainingArguments, DeepSpeed and the outer loop.
 
-Reading it imports neither torch nor transformers, so that mistakes show at once.
+Reading it imports neither torch nor transformers, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SampleBlock(Block):
 class DiLoCoBlock(DiLoCoConfig):
     """`DiLoCoConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the islands."""
 
-    __init__ = BaseModel.__init__  # errors rise to `load_run_file`, which knows their lines
+    __init__ = BaseModel.__init__  # errors propagate to `load_run_file`, which knows the lines
 
     enabled: bool = Field(True, description="false: no outer loop; each island trains by itself")
 
@@ -99,18 +99,18 @@ class DiLoCoBlock(DiLoCoConfig):
         return self
 
     def resolve(self) -> DiLoCoConfig:
-        """The complete settings of one island; raises `ConfigError` when several have no rendezvous."""
+        """Returns the complete settings of one island; raises `ConfigError` if several islands have no rendezvous."""
         default = () if is_given(self, "island") else ("island",)
         return DiLoCoConfig(**self.model_dump(exclude={"enabled", *default}))
 
     @property
     def survives_losses(self) -> bool:
-        """Whether the other islands go on when one is lost."""
+        """Whether the other islands continue when one is lost."""
         return self.meets_in_store
 
 
 def outer_loop(**settings: Any) -> DiLoCoBlock:
-    """A block that stands in no run file; raises `ConfigError` if a setting is wrong."""
+    """Creates a block without a run file; raises `ConfigError` if a setting is wrong."""
     try:
         block: DiLoCoBlock = DiLoCoBlock(**settings)
     except ValidationError as error:
@@ -171,12 +171,12 @@ class RunFile(BaseRun):
 
     @property
     def meeting(self) -> DiLoCoBlock:
-        """How many islands there are and where they meet."""
+        """The block with the number of islands and the rendezvous."""
         return self.diloco
 
     @classmethod
     def order_of_data(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """As of any run. A position in a stream is one of documents and tokens, which no seed shuffles."""
+        """Does the same as `BaseRun`, but drops settings without effect: no seed shuffles a stream, for example."""
         order = super().order_of_data(values)
         has_own = any(get_at(values, ("data", name)) for name in ("eval_files", "eval_split"))
         irrelevant = ["data.num_eval_sequences"] if has_own or order.get("data.streaming") else []
@@ -187,11 +187,11 @@ class RunFile(BaseRun):
 
     @property
     def needs_hub(self) -> bool:
-        """Whether the run names anything of the Hugging Face Hub."""
+        """Whether the run names anything on the Hugging Face Hub."""
         return self.data.source == "c4" or super().needs_hub
 
     def probes(self) -> Iterator[Callable[[], object]]:
-        """Opens a tokenizer that is loaded, makes the model without its weights, and reads the first document."""
+        """Yields checks that load a given tokenizer, create the model without weights, and read the first document."""
         from hf_diloco.apps.lm.model import sketch_model
         from hf_diloco.apps.lm.tokenizer import load_tokenizer
 

@@ -1,7 +1,7 @@
-"""All islands of a run as threads of one process: for notebooks, and for studies on one GPU or CPU.
+"""Runs all islands of a run as threads of one process: for notebooks, and for studies on one GPU or CPU.
 
-One island computes at a time, and has the random numbers that it has in a process of its own. It gives up its turn
-within the callback alone, which waits for the others and draws nothing.
+One island computes at a time, with the same random numbers as in a process of its own. An island gives up its turn
+only inside the callback, which waits for the other islands and draws no random numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_diloco.transport.open import MemoryTransport
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_NOWHERE = "tcp://simulation:1"  # never opened: islands meet in memory
+_NOWHERE = "tcp://simulation:1"  # never connected to: islands meet in memory
 _OF_A_NETWORK = {
     *("enabled", "island", "rendezvous", "exchange"),
     *("min_islands", "max_islands", "key_file", "require_key"),
@@ -44,16 +44,16 @@ def simulate(run_file: str | Path, num_islands: int = 2, overrides: Sequence[str
 
     Args:
         run_file: the YAML file, or the name of one that comes with the package.
-        num_islands: how many.
-        overrides: `key.sub=value` items, instead of the file's.
+        num_islands: number of islands.
+        overrides: `key.sub=value` items that override the file's.
 
     Returns:
         The record of the run, for `hf_diloco.report`.
 
     Raises:
         ConfigError: a setting is wrong.
-        KeyboardInterrupt: it was interrupted. Every island has written a checkpoint; the same call goes on from there.
-        DiLoCoError: the first error that an island met.
+        KeyboardInterrupt: on an interrupt. Every island has written a checkpoint; the same call resumes from there.
+        DiLoCoError: the first error of an island.
     """
     run = load_run_file(run_file, [*overrides, f"diloco.num_islands={num_islands}", "diloco.island=0"])
     if simulate_islands(run) == STOPPED:
@@ -62,9 +62,9 @@ def simulate(run_file: str | Path, num_islands: int = 2, overrides: Sequence[str
 
 
 def simulate_islands(run: RunFile, is_command: bool = False) -> int:
-    """Trains all islands of a run, each with plain PyTorch: ZeRO and FSDP2 compute the same.
+    """Trains all islands of a run, each with plain PyTorch, which computes the same as ZeRO and FSDP2.
 
-    Raises `ConfigError` if the run has no outer loop; for what it returns, and raises besides, see `train_together`.
+    Raises `ConfigError` if the run has no outer loop; for the exit code and other errors see `train_together`.
     """
     if not run.diloco.enabled:
         raise ConfigError("diloco.enabled: false, but a simulation is of islands that meet: set it to true")
@@ -86,7 +86,7 @@ def simulate_islands(run: RunFile, is_command: bool = False) -> int:
 
 
 def _while_others_go_on(method: F) -> F:
-    """The same method of the callback; the other islands have their turns meanwhile."""
+    """Wraps a method of the callback so that the other islands can take their turns while it runs."""
 
     @functools.wraps(method)
     def call(self: _SimulatedCallback, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _while_others_go_on(method: F) -> F:
 
 
 class _SimulatedCallback(DiLoCoCallback):
-    """Meets the other islands in memory; others have their turns whenever it might wait for them."""
+    """Connects to the other islands in memory, and gives up its turn whenever it may wait for them."""
 
     def __init__(self, turns: Turns, transport: MemoryTransport, config: DiLoCoConfig, **more: Any) -> None:
         super().__init__(config, **more)

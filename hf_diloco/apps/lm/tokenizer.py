@@ -28,12 +28,12 @@ _END_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_en
 
 
 def build_tokenizer(run: RunFile, island: IslandGroup) -> PreTrainedTokenizerBase:
-    """The run's tokenizer, the same on every island, with end-of-text and padding tokens.
+    """Loads or trains the run's tokenizer, equal on all islands, with end-of-text and padding tokens.
 
     The island's leader trains it for all ranks.
 
     Raises:
-        ConfigError: when it cannot be loaded, or has no end-of-text token.
+        ConfigError: the tokenizer cannot be loaded, or lacks an end-of-text token, or a mask token if needed.
     """
     if run.tokenizer.train is None and (path := run.tokenizer.path or run.model.path):
         tokenizer = load_tokenizer(path)
@@ -61,9 +61,9 @@ def build_tokenizer(run: RunFile, island: IslandGroup) -> PreTrainedTokenizerBas
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """A tokenizer from a hub id, a folder, a tokenizer.json, vocab.json and merges.txt alone in a folder, or GGUF.
+    """Loads a tokenizer from a Hub id, a folder (also with only vocab.json and merges.txt), a tokenizer.json or GGUF.
 
-    Raises `ConfigError`, with the reason, when it cannot be loaded.
+    Raises `ConfigError`, with the reason, if it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -94,8 +94,8 @@ def train_byte_level_bpe(
 
     Args:
         texts: documents.
-        vocab_size: the most tokens to make; little text gives fewer.
-        special: tokens that text is never cut into.
+        vocab_size: maximum number of tokens; little text gives fewer.
+        special: special tokens, which never result from encoding text.
     """
     from tokenizers import pre_tokenizers, trainers
 
@@ -111,7 +111,7 @@ def train_byte_level_bpe(
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides how text becomes numbers."""
+    """Returns a hash of everything that determines how the tokenizer encodes text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     special = json.dumps([tokenizer.eos_token_id, tokenizer.bos_token_id])
@@ -119,7 +119,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _byte_level(folder: Path | None = None) -> Any:
-    """A byte-level BPE: untrained, or from a folder's vocab.json and merges.txt."""
+    """Creates a byte-level BPE: untrained, or from a folder's vocab.json and merges.txt."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     files = (str(folder / "vocab.json"), str(folder / "merges.txt")) if folder else None

@@ -51,8 +51,8 @@ def train_island(
 
     Args:
         run: the run file.
-        config: the outer loop; None trains without one.
-        simulated: makes the callback, where islands are threads of this process.
+        config: the outer loop's settings; None trains without one.
+        simulated: creates the callback if islands are threads of this process.
 
     Raises:
         DiLoCoError: a setting is wrong, an island was lost, ...
@@ -67,7 +67,7 @@ def train_island(
 
 
 def _finish(island: Island, progress: Progress) -> None:
-    """Evaluates, saves (island 0), writes a sample and the summary."""
+    """Evaluates, saves the model (island 0), and writes a sample and the summary."""
     from hf_diloco.apps.common.training import MODEL_FOLDER, record_end, save_final_model
 
     run, trainer = island.run, island.trainer
@@ -101,7 +101,7 @@ def _finish(island: Island, progress: Progress) -> None:
 
 
 def _check_store(config: DiLoCoConfig) -> None:
-    """What keeps this island out of the object store shows here, not when all the data has been prepared."""
+    """Opens the object store and the credentials once, to find errors before the data is prepared."""
     from hf_diloco.store.credentials import find_credentials
     from hf_diloco.store.objects import ObjectStore
 
@@ -112,7 +112,7 @@ def _check_store(config: DiLoCoConfig) -> None:
 
 
 def _print_plan(island: Island) -> None:
-    """What is about to happen, with the batch of one island and of all."""
+    """Prints model, data and schedule, with the batch of one island and of all islands."""
     from transformers.trainer_pt_utils import get_model_param_count
 
     from hf_diloco.apps.data.stream import PackedStream
@@ -136,14 +136,14 @@ def _print_plan(island: Island) -> None:
 
 
 def try_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str | None:
-    """Text that the saved model continues the prompt with (prompt included), the same for the same seed.
+    """Returns the prompt and the saved model's continuation, equal for equal seeds.
 
-    It is shorter than asked for where the model has no more positions. What keeps the model from writing only costs
-    the sample: it is trained and saved.
+    The text is shorter than requested if the model runs out of positions. On an error, logs a warning and returns
+    None: the model is already saved.
     """
     try:
         return _write_sample(model_folder, sample, seed)
-    except Exception as error:  # of whatever the model's code asks of the prompt
+    except Exception as error:  # the model's code may raise anything
         logger.warning("the model writes no sample: %s: %s", type(error).__name__, error)
         return None
 
@@ -153,7 +153,7 @@ def _write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()  # else ZeRO-3 would divide this copy among ranks that do not load it
+    unset_hf_deepspeed_config()  # otherwise ZeRO-3 would shard this copy over ranks that do not load it
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     prompt = tokenizer(sample.prompt, return_tensors="pt", return_token_type_ids=False)
@@ -173,7 +173,7 @@ def _write_sample(model_folder: Path, sample: SampleBlock, seed: int) -> str:
 
 
 def describe_training(run: RunFile) -> Training:
-    """What the model's card says of a run."""
+    """Returns the facts about a run for the model card."""
     data, outer = run.data, run.diloco
     dataset = "allenai/c4" if data.source == "c4" else data.path if data.source == "hub" else None
     texts = {

@@ -35,12 +35,12 @@ VisionNode: TypeAlias = Assembled[VisionRun, GossipCallback, ImageData]
 def assemble(
     run: VisionRun, config: GossipConfig, progress: Progress, node: NodeNeighbours | None = None
 ) -> VisionNode:
-    """Builds everything and meets the other nodes. Collective over the ranks of the node.
+    """Builds everything and connects to the other nodes. Collective over the ranks of the node.
 
-    For its arguments see `train_node`.
+    For the arguments see `train_node`.
 
     Raises:
-        DiLoCoError: a setting does not work, or the other nodes cannot be found or train something else.
+        DiLoCoError: a setting does not work, or the other nodes cannot be reached or train something else.
     """
     speaks = node is None or config.node == 0
     args = training_arguments(
@@ -85,9 +85,9 @@ def assemble(
 
 
 def facts_of(run: VisionRun, data: ImageData) -> Facts:
-    """What must be equal on all nodes, besides what the callback compares: else shares overlap, or leave examples out.
+    """Returns facts that must be equal on all nodes, besides those that the callback compares.
 
-    Settings come first, as a message names the first fact that differs.
+    Otherwise shares would overlap or miss examples. Settings come first, as a message names the first difference.
     """
     settings = {f"data.{name}": getattr(run.data, name) for name in _OF_SHARES}
     return {"seed": run.seed, **settings, "shares": data.shares_hash, "evaluation_data": data.eval_hash}
@@ -109,7 +109,7 @@ def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """The part of the examples whose highest logit is their class, for `Trainer`'s `compute_metrics`.
+    """Returns the share of examples whose highest logit is their class, for `Trainer`'s `compute_metrics`.
 
     Args:
         prediction: logits [examples, classes], or a tuple that begins with them, and labels [examples].
@@ -119,9 +119,9 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def scaled_learning_rate(block: ScheduleBlock, args: TrainingArguments, num_nodes: int) -> float:
-    """`learning_rate` for the images that all nodes see in a step, in proportion (arXiv 1706.02677).
+    """Scales `learning_rate` linearly with the images per step of all nodes (arXiv 1706.02677).
 
-    `block` says for how many images the rate of `args` is; None leaves it as it is.
+    `block.lr_for_batch` is the number of images that the rate in `args` is for; None returns it unchanged.
     """
     if block.lr_for_batch is None:
         return args.learning_rate
@@ -131,7 +131,7 @@ def scaled_learning_rate(block: ScheduleBlock, args: TrainingArguments, num_node
 def drops(
     block: ScheduleBlock, optimizer: torch.optim.Optimizer, warmup_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR | None:
-    """Linear warm-up, then a constant rate that drops by a factor at each given step; None without such steps."""
+    """Creates a schedule: linear warm-up, then a constant rate that drops at each given step; None without steps."""
     if not block.drop_at:
         return None
 
@@ -143,7 +143,7 @@ def drops(
 
 
 class _Epochs(TrainerCallback):
-    """Tells the data which epoch it is in, on which its augmentation depends."""
+    """Sets the data's epoch, on which its augmentation depends."""
 
     def __init__(self, data: ImageDataset) -> None:
         self._data = data
@@ -151,5 +151,5 @@ class _Epochs(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """An epoch begins, or goes on after a resume."""
+        """Called when an epoch begins, or continues after a resume."""
         self._data.set_epoch(math.floor((state.epoch or 0) + 1e-6))

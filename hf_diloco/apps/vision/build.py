@@ -1,8 +1,8 @@
-"""From the settings to what a node trains and evaluates on.
+"""Builds a node's training and evaluation data from the settings.
 
-Shares are disjoint and of equal size, alike or with other proportions of the classes. Every node computes the shares
-of all from the same numbers. They are drawn with numpy's `RandomState`, whose stream is frozen (NEP 19), so that nodes
-with other versions of numpy agree.
+Shares are disjoint and of equal size, with equal or different proportions of the classes. Every node computes the
+shares of all nodes from the same random numbers. These come from numpy's `RandomState`, whose stream is frozen (NEP
+19), so that nodes with different versions of numpy agree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor
 
 PIXEL_TOLERANCE = 1e-5  # between processor and dataset, in units of the standard deviation
-NUM_HASHED = 256  # of evaluation images that are not in memory
+NUM_HASHED = 256  # evaluation images in the hash if they are not in memory
 _NUM_TURNS = 100  # in which the nodes take their examples
 
 _CountMatrix: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.int64]]"
@@ -43,19 +43,19 @@ _FloatMatrix: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.float64]]"
 
 @dataclass(frozen=True)
 class ImageData:
-    """What one node trains and evaluates on.
+    """The data of one node.
 
     Attributes:
         train: this node's share, with augmentation.
-        evaluation: the same on all nodes, without.
+        evaluation: equal on all nodes, without augmentation.
         labels: names of the classes, by number.
-        image_size: pixels of a side.
-        share_sizes: examples of each node.
-        label_counts: examples of each class in this node's share.
-        processor: saved beside the model; makes the evaluation's pixels of raw pictures, to 1e-5.
-            `AutoImageProcessor.from_pretrained` loads it, without torchvision too.
-        eval_hash: of evaluation pixels, labels, class names and normalisation, for the nodes to compare.
-        shares_hash: of which examples each node has, likewise.
+        image_size: pixels per side.
+        share_sizes: number of examples of each node.
+        label_counts: number of examples of each class in this node's share.
+        processor: saved with the model; converts raw pictures to the evaluation's pixels, within 1e-5.
+            `AutoImageProcessor.from_pretrained` loads it, also without torchvision.
+        eval_hash: hash of evaluation pixels, labels, class names and normalisation, which the nodes compare.
+        shares_hash: hash of all nodes' shares, which the nodes compare.
     """
 
     train: ImageDataset
@@ -75,12 +75,12 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
 
     Args:
         data: the settings.
-        model: for the size, channels and normalisation that a checkpoint wants.
-        node, num_nodes: whose share to return, from 0, and of how many.
-        seed: of shares and augmentation, the same on all nodes. The evaluation set does not depend on it.
+        model: the model's settings, for a checkpoint's size, channels and normalisation.
+        node, num_nodes: this node's number, from 0, and the number of nodes.
+        seed: seed of shares and augmentation, equal on all nodes. The evaluation set does not depend on it.
 
     Raises:
-        ConfigError: when the data cannot be read, do not fit the model, or are too few.
+        ConfigError: the data cannot be read, do not fit the model, or are too few.
     """
     source = open_source(data)
     preprocessing = choose_preprocessing(data, model, source.train)
@@ -93,7 +93,7 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     processor = with_normalization(preprocessing.processor, list(normalization.mean), list(normalization.std))
     _check_processor(processor, preprocessing, normalization, source.evaluation.open(0))
     images, crops, parts = train, None, data.augment.random_resized_crop
-    if parts is not None:  # of the pictures as they are, before they are made smaller
+    if parts is not None:  # cut from the pictures at full size
         pictures = source.train.select(mine)
         images, crops = DecodedImages(pictures, preprocessing), RandomCrops(pictures, preprocessing, parts)
     elif len(mine) < len(train):
@@ -115,7 +115,7 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
 def _check_processor(
     processor: BaseImageProcessor, preprocessing: Preprocessing, normalization: Normalization, picture: Image
 ) -> None:
-    """A checkpoint's processor may do more than size, scale and mean; then training would not see what it makes."""
+    """Raises `ConfigError` if a processor does more than resize, scale and normalise: training would not match it."""
     made = processor(convert(picture, preprocessing.num_channels), return_tensors="pt")["pixel_values"][0].float()
     ours = normalization(torch.from_numpy(preprocessing.pixels(picture).copy())[None])[0]
     if made.shape != ours.shape or not torch.allclose(made, ours, atol=PIXEL_TOLERANCE):
@@ -135,23 +135,25 @@ def _hash(images: Images, labels: IntArray, names: list[str], normalization: Nor
 def assign_shares(
     labels: IntArray, num_nodes: int, kind: Literal["iid", "dirichlet"], alpha: float, seed: int
 ) -> list[IntArray]:
-    """The examples of every node, sorted.
+    """Returns the sorted examples of every node.
 
-    Every node gets examples // num_nodes, so that all take the same steps; the fewer than `num_nodes` that are left
-    belong to none. `dirichlet` is the partition of Hsu et al. (arXiv 1909.06335): each node draws the proportions of
-    its classes from Dir(alpha * p), with p those of all data, and takes its examples without replacement; when a class
-    runs out, it goes on with its proportions of the other classes. There a node takes its whole share before the next
-    one, and the last get what is left; here they take hundredths of it in turn. All examples are used, so some classes
-    do run out, and the shares are a little more alike than the draws. Papers that write the concentration of one class
-    mean `alpha` / number of classes.
+    Every node gets examples // num_nodes, so that all take the same number of steps; the remainder is unused.
+    `dirichlet` is the partition of Hsu et al. (arXiv 1909.06335): each node draws the proportions of its classes from
+    Dir(alpha * p), with p those of all data, and takes examples without replacement; when a class runs out, it
+    continues with its proportions of the other classes. In the paper, a node takes its whole share before the next
+    one, and the last nodes get what is left; here all take hundredths of a share in turn. As all examples are used,
+    some classes run out, and the shares are slightly more alike than the draws. Papers that give the concentration per
+    class mean `alpha` / number of classes.
 
     Args:
         labels: int64 [examples].
-        alpha: above 0; small: few classes a node; large: as iid.
-        seed: the same on all nodes.
+        num_nodes: number of nodes.
+        kind: how to share.
+        alpha: above 0; small: few classes per node; large: like iid.
+        seed: equal on all nodes.
 
     Raises:
-        ConfigError: when there are fewer examples than nodes.
+        ConfigError: there are fewer examples than nodes.
     """
     size = len(labels) // num_nodes
     if size == 0:
@@ -171,20 +173,21 @@ def assign_shares(
 def draw_proportions(
     available: IntArray, num_nodes: int, alpha: float, generator: np.random.RandomState
 ) -> _FloatMatrix:
-    """The proportions of the classes that each node wants.
+    """Draws the proportions of the classes for each node.
 
     Args:
-        available: int64 [classes], examples of each class.
+        available: int64 [classes], number of examples of each class.
+        num_nodes: number of nodes.
         alpha: above 0.
         generator: its state advances.
 
     Returns:
-        fp64 [nodes, classes], rows from Dir(alpha * p) that sum to 1, with p the classes' parts of all examples.
+        fp64 [nodes, classes], rows from Dir(alpha * p) that sum to 1, with p the classes' shares of all examples.
     """
     concentration = alpha * available / available.sum()
     gammas = generator.standard_gamma(concentration, size=(num_nodes, len(available)))
     ones = generator.choice(len(available), size=num_nodes, p=available / available.sum())
-    for node in np.flatnonzero(gammas.sum(axis=1) == 0):  # all too small for a float: the limit for alpha to 0
+    for node in np.flatnonzero(gammas.sum(axis=1) == 0):  # all underflowed: use the limit for alpha to 0
         gammas[node, ones[node]] = 1.0
     proportions: _FloatMatrix = gammas / gammas.sum(axis=1, keepdims=True)
     return proportions
@@ -193,7 +196,7 @@ def draw_proportions(
 def _take_in_turns(
     proportions: _FloatMatrix, available: IntArray, size: int, generator: np.random.RandomState
 ) -> _CountMatrix:
-    """How many examples of each class each node gets; every row sums to `size`."""
+    """Returns how many examples of each class each node gets; every row sums to `size`."""
     rest = available.copy()
     counts = np.zeros(proportions.shape, dtype=np.int64)
     turn = max(1, size // _NUM_TURNS)
@@ -210,7 +213,7 @@ def _take_in_turns(
 
 
 def _choose(labels: IntArray, counts: _CountMatrix, generator: np.random.RandomState) -> list[IntArray]:
-    """Deals out each class at random in these numbers."""
+    """Distributes the examples of each class at random, in these numbers."""
     shares: list[list[IntArray]] = [[] for _ in counts]
     for label in range(counts.shape[1]):
         shuffled = generator.permutation(np.flatnonzero(labels == label)).astype(np.int64)

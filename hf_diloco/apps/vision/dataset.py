@@ -1,7 +1,7 @@
-"""What a DataLoader reads: batches of normalised pixels, made at once and not one by one, and randomly changed.
+"""The data set that a DataLoader reads: whole batches of normalised pixels, with random augmentation.
 
-Random numbers are pure functions of what they are for. No generator has a state: a number is a hash. So a resumed run,
-other numbers of loader workers, and nodes that are threads of one process see the same images.
+Random numbers are pure functions (hashes) of seed, epoch, example and purpose, without a generator's state. So a
+resumed run, other numbers of loader workers, and nodes that are threads of one process see the same images.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ _DRAWS = {name: number for number, name in enumerate(("row", "column", "flip", "
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Examples with `pixel_values`, fp32 [channels, size, size], and `labels`, int.
 
-    Read with `collate`. With augmentation, call `set_epoch` at the start of every epoch, before the DataLoader begins;
-    persistent workers keep the epoch that they began with.
+    Use with `collate`. With augmentation, call `set_epoch` at the start of every epoch, before the DataLoader begins;
+    persistent workers keep their first epoch.
 
     Args:
-        augmentation: with `seed`; None or inactive: every epoch gives the same.
-        numbers: int64 [examples] of the examples in the whole training set, on which augmentation depends.
-        crops: makes the pixels instead of `images`.
+        images: the pixels.
+        labels: int64 [examples].
+        normalization: applied to the pixels.
+        augmentation: random changes, drawn from `seed`; if None or inactive, all epochs are equal.
+        seed: the run's seed.
+        numbers: int64 [examples], their indices in the whole training set, on which augmentation depends.
+        crops: provides the pixels instead of `images`.
     """
 
     def __init__(
@@ -65,11 +69,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {"pixel_values": batch["pixel_values"][0], "labels": int(batch["labels"][0])}
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """A list of one whole batch: the DataLoader calls this, and `collate` takes the batch out of the list."""
+        """Returns a list with one whole batch, for the DataLoader; `collate` takes the batch out of the list."""
         return [self.batch(np.asarray(indices, dtype=np.int64))]
 
     def batch(self, indices: IntArray) -> dict[str, torch.Tensor]:
-        """`pixel_values`, fp32 [indices, channels, size, size], and `labels`, int64 [indices]."""
+        """Returns `pixel_values`, fp32 [indices, channels, size, size], and `labels`, int64 [indices]."""
         drawn_for = (self._seed, self.epoch, self._numbers[indices])
         pixels = self._crops.pixels(indices, *drawn_for) if self._crops else self.images.pixels(indices)
         if self._augmentation is not None:
@@ -82,7 +86,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch of single examples, or the one batch that `ImageDataset.__getitems__` has made.
+    """Stacks single examples to a batch, or takes the batch that `ImageDataset.__getitems__` returned.
 
     Returns:
         `pixel_values`, fp32 [batch, channels, size, size], and `labels`, int64 [batch].
@@ -94,10 +98,10 @@ def collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def augment(block: AugmentBlock, pixels: torch.Tensor, seed: int, epoch: int, examples: IntArray) -> torch.Tensor:
-    """Changes a batch: crop with padding, then flip. Resized crops are made before: see `RandomCrops`.
+    """Augments a batch: crop with padding, then flip. Resized crops come before: see `RandomCrops`.
 
     Args:
-        block: which changes.
+        block: the changes.
         pixels: uint8 [batch, channels, size, size].
         seed, epoch, examples: as for `uniform`.
 
@@ -122,14 +126,14 @@ def augment(block: AugmentBlock, pixels: torch.Tensor, seed: int, epoch: int, ex
 
 @dataclass(frozen=True)
 class RandomCrops:
-    """Pixels of random parts, stretched to the model's size, as ImageNet is trained on (arXiv 1409.4842).
+    """Pixels of random parts of pictures, stretched to the model's size, as usual for ImageNet (arXiv 1409.4842).
 
-    They are cut out of the whole picture before it is made smaller; pictures are decoded whenever they are read.
+    Parts are cut out of the picture at full size; pictures are decoded on every read.
 
     Attributes:
-        pictures: where they come from.
-        preprocessing: size and channels that the model wants.
-        block: which parts.
+        pictures: the pictures.
+        preprocessing: has the model's size and channels.
+        block: the distribution of the parts.
     """
 
     pictures: Pictures
@@ -137,12 +141,12 @@ class RandomCrops:
     block: ResizedCropBlock
 
     def pixels(self, indices: IntArray, seed: int, epoch: int, examples: IntArray) -> torch.Tensor:
-        """uint8 [indices, channels, size, size] of these pictures; for the rest see `uniform`."""
+        """Returns uint8 [indices, channels, size, size] of these pictures; for the other arguments see `uniform`."""
         pairs = zip(indices, examples, strict=True)
         return torch.from_numpy(np.stack([self._part(int(index), seed, epoch, example) for index, example in pairs]))
 
     def _part(self, index: int, seed: int, epoch: int, example: np.int64) -> UInt8Array:
-        """One picture's; of a batch of large ones no more than one is in memory."""
+        """Returns one picture's part; only one decoded picture is in memory at a time."""
         from PIL import Image
 
         picture = convert(self.pictures.open(index), self.preprocessing.num_channels)
@@ -158,10 +162,10 @@ class RandomCrops:
 def crop_boxes(
     block: ResizedCropBlock, heights: IntArray, widths: IntArray, seed: int, epoch: int, examples: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Top, left, height and width of a random part of each picture, in pixels.
+    """Draws top, left, height and width of a random part of each picture, in pixels.
 
-    The area is uniform in `scale`, the logarithm of width / height uniform in `ratio`; a side that would be longer
-    than the picture is cut to it, where torchvision draws again.
+    The area is uniform in `scale`, the logarithm of width / height uniform in `ratio`. A side longer than the picture
+    is clipped to it, where torchvision draws again.
 
     Args:
         block: `scale` and `ratio`.
@@ -181,11 +185,11 @@ def crop_boxes(
 
 
 def uniform(draw: str, seed: int, epoch: int, examples: IntArray) -> FloatArray:
-    """A number in [0, 1) for each example, by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """Returns a number in [0, 1) for each example, by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 
     Args:
-        draw: what it is for; other draws are independent.
-        seed: of the run.
+        draw: the purpose of the number; different draws are independent.
+        seed: the run's seed.
         epoch: from 0.
         examples: int64 [batch], numbers of the examples in the whole training set.
     """
@@ -197,7 +201,7 @@ def uniform(draw: str, seed: int, epoch: int, examples: IntArray) -> FloatArray:
 
 
 def _mix(values: _UInt64Array) -> _UInt64Array:
-    """SplitMix64: unsigned 64-bit numbers wrap around."""
+    """Does one SplitMix64 step; unsigned 64-bit numbers wrap around."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

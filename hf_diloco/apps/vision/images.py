@@ -1,6 +1,6 @@
-"""Pictures of a split with their classes, and their pixels: in memory where they fit, else decoded when they are read.
+"""Pictures of a split with their classes, and their pixels: in memory if they fit, else decoded on every read.
 
-Pixels are normalised by mean and standard deviation of each channel, the same on all nodes.
+Pixels are normalised by mean and standard deviation of each channel, equal on all nodes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ UInt8Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 IntArray: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 MAX_BYTES_IN_MEMORY = 2**30  # 1.3 million images of 28x28, 7 thousand of 224x224
-NUM_SAMPLED = 4096  # of images that are not in memory, for mean and standard deviation
-_MIN_STD = 1 / 255  # of a channel that is constant
+NUM_SAMPLED = 4096  # images sampled for mean and standard deviation if they are not in memory
+_MIN_STD = 1 / 255  # for a constant channel
 _GREY_MODES = {"1", "L", "LA"}
 _NUM_LOOKED_AT = 16
 
@@ -40,10 +40,10 @@ class Pictures(Protocol):
         """int64 [examples], from 0."""
 
     def open(self, index: int) -> Image:
-        """One picture, decoded."""
+        """Returns one picture, decoded."""
 
     def select(self, indices: IntArray) -> Pictures:
-        """Some of them, in the order of the indices."""
+        """Returns the pictures at `indices`, in this order."""
 
 
 @dataclass(frozen=True)
@@ -59,25 +59,25 @@ class ArrayPictures:
     labels: IntArray
 
     def open(self, index: int) -> Image:
-        """One picture of mode L."""
+        """Returns one picture of mode L."""
         from PIL import Image
 
         return Image.fromarray(self.array[index])
 
     def select(self, indices: IntArray) -> ArrayPictures:
-        """Some of them, in the order of the indices."""
+        """Returns the pictures at `indices`, in this order."""
         return ArrayPictures(self.array[indices], self.labels[indices])
 
 
 @dataclass(frozen=True)
 class DatasetPictures:
-    """Rows of a dataset that are decoded when they are read.
+    """Rows of a dataset, decoded on every read.
 
     Attributes:
-        dataset: with the one column `image`.
+        dataset: has the single column `image`.
         labels: int64 [examples].
-        where: what the user calls it, for errors.
-        rows: int64 [examples], of each in the whole of it.
+        where: the user's name for the dataset, for errors.
+        rows: int64 [examples], their row numbers in the whole dataset.
     """
 
     dataset: Dataset
@@ -86,7 +86,7 @@ class DatasetPictures:
     rows: IntArray
 
     def open(self, index: int) -> Image:
-        """One picture; raises `ConfigError` when it cannot be decoded."""
+        """Returns one picture; raises `ConfigError` if it cannot be decoded."""
         try:
             image: Image | None = self.dataset[int(index)]["image"]
         except Exception as error:  # of the file system or the picture's format
@@ -98,7 +98,7 @@ class DatasetPictures:
         return image
 
     def _name(self, index: int) -> str:
-        """What a user finds it by: its row in the data, and its file where it has one."""
+        """Returns a picture's row in the data, and its file if any, for error messages."""
         from datasets import Image
 
         raw = self.dataset.cast_column("image", Image(decode=False))[int(index)]["image"]
@@ -106,29 +106,29 @@ class DatasetPictures:
         return f"picture {self.rows[index]} of {self.where}{file}"
 
     def select(self, indices: IntArray) -> DatasetPictures:
-        """Some of them, in the order of the indices."""
+        """Returns the pictures at `indices`, in this order."""
         return DatasetPictures(self.dataset.select(indices), self.labels[indices], self.where, self.rows[indices])
 
 
 def first_pictures(pictures: Pictures) -> list[Image]:
-    """The first few, from which size and number of channels are taken."""
+    """Returns the first few pictures, to determine size and number of channels."""
     return [pictures.open(index) for index in range(min(_NUM_LOOKED_AT, len(pictures.labels)))]
 
 
 def num_channels_of(images: Sequence[Image]) -> int:
-    """1 when all are grey, else 3."""
+    """Returns 1 if all images are grey, else 3."""
     return 1 if all(image.mode in _GREY_MODES for image in images) else 3
 
 
 def square_size_of(images: Sequence[Image]) -> int | None:
-    """Pixels of a side when all have the same, else None."""
+    """Returns the pixels per side if all images are square and of equal size, else None."""
     sides = {side for image in images for side in image.size}
     return sides.pop() if len(sides) == 1 else None
 
 
 @dataclass(frozen=True)
 class StoredImages:
-    """One tensor in memory: uint8 [examples, channels, size, size]."""
+    """Images in one tensor in memory: uint8 [examples, channels, size, size]."""
 
     stored: torch.Tensor
 
@@ -136,17 +136,17 @@ class StoredImages:
         return len(self.stored)
 
     def pixels(self, indices: IntArray) -> torch.Tensor:
-        """uint8 [indices, channels, size, size]."""
+        """Returns uint8 [indices, channels, size, size]."""
         return self.stored.index_select(0, torch.from_numpy(indices))
 
     def select(self, indices: IntArray) -> StoredImages:
-        """A copy of some of them, so that the rest can be freed."""
+        """Returns a copy of the images at `indices`, so that the others can be freed."""
         return StoredImages(self.pixels(indices))
 
 
 @dataclass(frozen=True)
 class DecodedImages:
-    """Pictures that are decoded and resized whenever they are read."""
+    """Pictures that are decoded and resized on every read."""
 
     pictures: Pictures
     preprocessing: Preprocessing
@@ -155,12 +155,12 @@ class DecodedImages:
         return len(self.pictures.labels)
 
     def pixels(self, indices: IntArray) -> torch.Tensor:
-        """uint8 [indices, channels, size, size]."""
+        """Returns uint8 [indices, channels, size, size]."""
         arrays = [self.preprocessing.pixels(self.pictures.open(int(index))) for index in indices]
         return torch.from_numpy(np.stack(arrays))
 
     def select(self, indices: IntArray) -> Images:
-        """Some of them, in memory if they fit now."""
+        """Returns the images at `indices`, in memory if they fit now."""
         return hold(self.pictures.select(indices), self.preprocessing)
 
 
@@ -169,7 +169,7 @@ Images: TypeAlias = StoredImages | DecodedImages
 
 
 def hold(pictures: Pictures, preprocessing: Preprocessing) -> Images:
-    """The pixels of pictures, in memory if they take at most `MAX_BYTES_IN_MEMORY`."""
+    """Returns the pixels of pictures, in memory if they take at most `MAX_BYTES_IN_MEMORY`."""
     shape = (len(pictures.labels), preprocessing.num_channels, preprocessing.image_size, preprocessing.image_size)
     if math.prod(shape) > MAX_BYTES_IN_MEMORY:
         return DecodedImages(pictures, preprocessing)
@@ -177,7 +177,7 @@ def hold(pictures: Pictures, preprocessing: Preprocessing) -> Images:
 
 
 def sample_pixels(images: Images, number: int) -> torch.Tensor:
-    """All pixels that are in memory; else those of so many images, spread evenly."""
+    """Returns all pixels if they are in memory, else those of `number` images, spread evenly."""
     if isinstance(images, StoredImages):
         return images.stored
     return images.pixels(np.linspace(0, len(images) - 1, min(number, len(images))).astype(np.int64))
@@ -188,15 +188,15 @@ class Normalization:
     """Pixels from 0 to 1 minus `mean`, divided by `std`.
 
     Attributes:
-        mean: one for each channel.
-        std: one for each channel, above 0.
+        mean: mean of each channel.
+        std: standard deviation of each channel, above 0.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """fp32 [examples, channels, rows, columns] of uint8 of the same shape."""
+        """Converts uint8 [examples, channels, rows, columns] to normalised fp32 of the same shape."""
         std = torch.tensor(self.std, dtype=torch.float64).view(-1, 1, 1)
         mean = torch.tensor(self.mean, dtype=torch.float64).view(-1, 1, 1)
         scaled = pixels.float().mul_((1 / (255 * std)).float())
@@ -204,10 +204,12 @@ class Normalization:
 
 
 def choose_normalization(given: NormalizeBlock | None, preprocessing: Preprocessing, train: Images) -> Normalization:
-    """The settings', or else the checkpoint's, or else that of the whole training set, so equal on all nodes.
+    """Returns the normalisation of the settings, else the checkpoint's, else that of the whole training set.
+
+    It is equal on all nodes.
 
     Raises:
-        ConfigError: when the settings have another number of channels than the images.
+        ConfigError: the settings have another number of channels than the images.
     """
     num_channels = preprocessing.num_channels
     if given is not None:
@@ -222,10 +224,10 @@ def choose_normalization(given: NormalizeBlock | None, preprocessing: Preprocess
 
 
 def measure(images: Images) -> Normalization:
-    """Mean and standard deviation of each channel over all pixels of all images.
+    """Measures mean and standard deviation of each channel over all pixels of all images.
 
-    Images that are not in memory: over 4,096 of them, spread evenly. Sums are of whole numbers, so that every node
-    gets the same bits.
+    If the images are not in memory, over 4,096 of them, spread evenly. Sums integers, so that all nodes get the same
+    bits.
     """
     pixels = sample_pixels(images, NUM_SAMPLED)
     values = np.arange(256, dtype=np.int64)

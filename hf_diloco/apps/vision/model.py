@@ -1,4 +1,4 @@
-"""The model: a known shape, any transformers configuration, or a checkpoint that gets a head for these classes."""
+"""The model: a known shape, any transformers configuration, or a checkpoint with a new head for these classes."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 TIMM = "timm/"
 _WHAT_FITS = "; give the hub id or the folder of an image classification model"
-_MAX_PATCHES = 32  # of a side, for vit-tiny
+_MAX_PATCHES = 32  # per side, for vit-tiny
 
 
 def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTrainedModel:
-    """A model with fp32 weights on the CPU: initialised from `seed`, or loaded with a new head initialised from it.
+    """Creates a model with fp32 weights on the CPU: initialised from `seed`, or loaded, with a new head from `seed`.
 
     Args:
         block: the settings.
-        data: gives channels, size and classes.
-        seed: the same on all nodes. Python's, numpy's and torch's generators are set to it.
+        data: determines channels, size and classes.
+        seed: equal on all nodes. Seeds the generators of Python, numpy and torch.
 
     Raises:
-        ConfigError: when it cannot be made or loaded, does not fit the data, or `frozen` matches no or all parameters.
+        ConfigError: the model cannot be created or loaded, or does not fit the data; or `frozen` matches no parameter
+            or all of them.
     """
     from transformers import AutoModelForImageClassification, set_seed
 
@@ -83,7 +84,7 @@ def _try(model: PreTrainedModel, data: ImageData) -> None:
 
 
 def build_config(block: ImageModelBlock, data: ImageData) -> PreTrainedConfig:
-    """The configuration of a model that is trained from scratch, for these images and classes; see `make_config`."""
+    """Creates the configuration of a model to train from scratch, for these images and classes; see `make_config`."""
     given = dict(_SHAPES[block.preset] if block.preset is not None else block.config or {})
     if block.preset == "vit-tiny":
         given["patch_size"] = patch_size(data.image_size)
@@ -92,7 +93,7 @@ def build_config(block: ImageModelBlock, data: ImageData) -> PreTrainedConfig:
 
 
 def checkpoint_config(path: str) -> PreTrainedConfig:
-    """The configuration of a hub id or folder; raises `ConfigError` if that, or a package, cannot be had."""
+    """Loads the configuration from a Hub id or folder; raises `ConfigError` if that fails, or a package is missing."""
     from transformers import AutoConfig
 
     if path.startswith(TIMM):
@@ -103,9 +104,9 @@ def checkpoint_config(path: str) -> PreTrainedConfig:
 
 
 def patch_size(image_size: int) -> int:
-    """Pixels of a side of vit-tiny's patches: the largest that makes at least 7 a side, of small images 4.
+    """Returns the side of vit-tiny's patches in pixels: the largest that gives at least 7 patches per side.
 
-    Raises `ConfigError` when that makes more than 32 a side.
+    For images smaller than 14 pixels, at least 4. Raises `ConfigError` if that gives more than 32 patches per side.
     """
     least = 7 if image_size >= 14 else 4
     fitting = [size for size in range(1, image_size + 1) if image_size % size == 0 and image_size // size >= least]
@@ -128,7 +129,7 @@ def _load(path: str, data: ImageData) -> PreTrainedModel:
             path, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True, **classes
         )
     for name, was, wanted in info["mismatched_keys"]:
-        if wanted[0] != len(data.labels):  # not of the head
+        if wanted[0] != len(data.labels):  # not the head's
             raise ConfigError(
                 f"model.path: {name} of {path} has the shape {tuple(was)}, but {tuple(wanted)} is needed; the "
                 "checkpoint does not fit its own configuration"

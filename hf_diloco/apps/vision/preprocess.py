@@ -1,7 +1,7 @@
-"""From a picture to uint8 pixels of the model's size, by the image processor that is saved beside the model.
+"""Converts pictures to uint8 pixels of the model's size, with the image processor that is saved with the model.
 
-The processor does the geometry (size, crop, filter) in training too, so that predictions on raw pictures with the
-saved processor see the pixels that the model was trained on.
+The processor also does the geometry (size, crop, filter) in training, so that predictions on raw pictures with the
+saved processor see the same pixels as in training.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import BaseImageProcessor, PreTrainedConfig
 
-MIN_RESNET_SIZE = 28  # its stem and two stages divide by 16
-ENLARGED_SIZE = 32  # of smaller pictures, for a resnet preset
+MIN_RESNET_SIZE = 28  # the stem and two stages of resnet-tiny divide by 16
+ENLARGED_SIZE = 32  # smaller pictures are enlarged to this, for a resnet preset
 _DEEP_MODES = {"I", "F", "I;16", "I;16B", "I;16L", "I;16N"}  # more than 8 bits a channel
 
 
@@ -40,10 +40,10 @@ class Preprocessing:
     """How a picture becomes pixels.
 
     Attributes:
-        processor: of transformers; its mean and std are None until `hf_diloco.apps.vision.images` has set them.
-        image_size: pixels of a side.
+        processor: the transformers processor; its mean and std may be None.
+        image_size: pixels per side.
         num_channels: 1 or 3.
-        stretches: whether the processor does nothing to a picture of this size.
+        stretches: whether the processor only stretches, so that a picture of this size stays unchanged.
     """
 
     processor: BaseImageProcessor
@@ -52,10 +52,10 @@ class Preprocessing:
     stretches: bool
 
     def pixels(self, image: Image) -> UInt8Array:
-        """uint8 [channels, size, size] of one picture.
+        """Returns uint8 [channels, size, size] of one picture.
 
         Raises:
-            ConfigError: for a picture of 16 bits a channel, or a processor that gives another shape.
+            ConfigError: the picture has more than 8 bits per channel, or the processor returns another shape or dtype.
         """
         converted = convert(image, self.num_channels)
         if self.stretches and converted.size == (self.image_size, self.image_size):
@@ -71,7 +71,7 @@ class Preprocessing:
         return pixels
 
     def all_pixels(self, pictures: Pictures) -> torch.Tensor:
-        """uint8 [examples, channels, size, size] of all pictures."""
+        """Returns uint8 [examples, channels, size, size] of all pictures."""
         shape = (len(pictures.labels), self.num_channels, self.image_size, self.image_size)
         if self.stretches and isinstance(pictures, ArrayPictures) and pictures.array.shape[1:] == shape[2:]:
             return torch.from_numpy(pictures.array)[:, None].expand(shape).contiguous()
@@ -83,10 +83,10 @@ class Preprocessing:
 
 
 def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures: Pictures) -> Preprocessing:
-    """Size, channels and processor: the checkpoint's, or else those of the settings and the pictures.
+    """Chooses size, channels and processor: the checkpoint's, else those of the settings and the pictures.
 
     Raises:
-        ConfigError: when the checkpoint cannot be read, or the size is not known or not the model's.
+        ConfigError: the checkpoint cannot be read, or the size is unknown or not the model's.
     """
     images = first_pictures(pictures)
     if model.path is None:
@@ -113,13 +113,13 @@ def choose_preprocessing(data: ImageDataBlock, model: ImageModelBlock, pictures:
 
 
 def geometry(processor: BaseImageProcessor, image: Image) -> UInt8Array:
-    """What a processor makes of a picture before it rescales and normalises."""
+    """Returns the pixels of a picture after a processor's geometry, before rescaling and normalisation."""
     pixels: UInt8Array = np.asarray(processor(image, do_rescale=False, do_normalize=False)["pixel_values"][0])
     return pixels
 
 
 def with_normalization(processor: BaseImageProcessor, mean: list[float], std: list[float]) -> BaseImageProcessor:
-    """A copy of a processor that normalises pixels from 0 to 1 by these, and makes three channels of grey pictures."""
+    """Copies a processor with this normalisation of pixels from 0 to 1, and conversion to RGB for three channels."""
     changed = copy.deepcopy(processor)
     settings: dict[str, Any] = {"image_mean": mean, "image_std": std, "do_normalize": True, "do_rescale": True}
     for key, value in {**settings, "rescale_factor": 1 / 255, "do_convert_rgb": len(mean) == 3}.items():
@@ -146,7 +146,7 @@ def _plain(
 
 
 def _processor_of(path: str) -> BaseImageProcessor | None:
-    """The checkpoint's own; None where it has none, or one of timm's that only torchvision can run."""
+    """Loads the checkpoint's processor; None if it has none, or one of timm, which needs torchvision."""
     from transformers import AutoImageProcessor, BaseImageProcessor
 
     if path.startswith(TIMM):
@@ -161,7 +161,7 @@ def _processor_of(path: str) -> BaseImageProcessor | None:
 
 
 def _of_checkpoint(config: PreTrainedConfig, key: str) -> Any:
-    """A setting of transformers' configuration, or of the one of timm inside it."""
+    """Returns a setting of the transformers configuration, or of timm's configuration inside it."""
     timm = getattr(config, "pretrained_cfg", None) or {}
     if timm and "input_size" in timm:
         channels, size = timm["input_size"][:2]
@@ -196,7 +196,7 @@ def _check_known(size: object) -> int:
 
 
 def convert(image: Image, num_channels: int) -> Image:
-    """A picture of mode L (1 channel) or RGB (3); raises `ConfigError` if it has more than 8 bits a channel."""
+    """Converts a picture to mode L (1 channel) or RGB (3); raises `ConfigError` for more than 8 bits per channel."""
     if image.mode in _DEEP_MODES:
         raise ConfigError(f"data: a picture of mode {image.mode} has more than 8 bits a channel; convert it to 8 bits")
     return image.convert("L" if num_channels == 1 else "RGB")

@@ -1,6 +1,6 @@
 """The run file of an image classifier: one YAML with the model, the data, TrainingArguments and the graph of nodes.
 
-Reading it imports neither torch nor transformers, so that mistakes show at once.
+Reading it imports neither torch nor transformers, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 _MIN_STD = 0.001  # a quarter of one of the 255 steps of a pixel
 
-# the sources that each setting belongs to; settings of all sources are not listed
+# the sources that each setting applies to; settings for all sources are not listed
 _USES = {
     "path": ("idx", "folder", "hub"),
     **dict.fromkeys(("name", "split", "eval_split", "image_column", "label_column"), ("hub",)),
@@ -191,14 +191,14 @@ class ScheduleBlock(Block):
 class GossipBlock(GossipConfig):
     """`GossipConfig` as it stands in a run file, where the rendezvous may be left to whoever starts the nodes."""
 
-    __init__ = BaseModel.__init__  # errors rise to `read_run_file`, which knows their lines
+    __init__ = BaseModel.__init__  # errors propagate to `read_run_file`, which knows the lines
     enabled: ClassVar[bool] = True  # nodes always exchange
 
     def _check_meeting(self) -> None:
         pass
 
     def resolve(self) -> GossipConfig:
-        """The complete settings of one node; raises `ConfigError` when several have no rendezvous."""
+        """Returns the complete settings of one node; raises `ConfigError` if several nodes have no rendezvous."""
         return GossipConfig(**self.model_dump(exclude=set() if is_given(self, "node") else {"node"}))
 
     @property
@@ -218,7 +218,7 @@ class GossipBlock(GossipConfig):
 
     @property
     def survives_losses(self) -> bool:
-        """Whether the other nodes go on when one is lost: not where all average their gradients."""
+        """Whether the other nodes continue when one is lost: not if the method averages gradients over all nodes."""
         from hf_diloco.methods.gossip import find_method
 
         return find_method(self.method).num_vectors > 0
@@ -278,11 +278,11 @@ class VisionRun(BaseRun):
 
     @property
     def meeting(self) -> GossipBlock:
-        """How many nodes there are and where they meet."""
+        """The block with the number of nodes and the rendezvous."""
         return self.gossip
 
     def check(self) -> None:
-        """Raises `ConfigError` for a method or graph that does not exist, or a pair that does not converge."""
+        """Raises `ConfigError` if the method or graph does not exist, or the method does not converge on the graph."""
         from hf_diloco.trainer.gossip_start import check_gossip
 
         check_gossip(self.gossip)
@@ -292,7 +292,7 @@ class VisionRun(BaseRun):
         need("a run of images", "PIL")
 
     def probes(self) -> Iterator[Callable[[], object]]:
-        """Opens the configuration of a model that is loaded, and the pictures; of the Hub only their description."""
+        """Yields checks that load a given model's configuration, and open the pictures or a Hub dataset's metadata."""
         from hf_diloco.apps.vision.model import checkpoint_config
         from hf_diloco.apps.vision.sources import find_dataset, open_source
 

@@ -1,4 +1,4 @@
-"""Opens the images: digits, idx files, a folder or the Hub; always as pictures to train and to evaluate on."""
+"""Opens the images: digits, idx files, a folder or the Hub; always as pictures for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_diloco")
 
-SPLIT_SEED = 0  # not the run's: runs of several seeds are evaluated on the same examples
+SPLIT_SEED = 0  # not the run's seed: runs with different seeds evaluate on the same examples
 _ELSEWHERE = "; where the Hub cannot be reached, download the dataset and give its folder as data.path"
 _EVAL_SPLITS = ("validation", "val", "test")  # of a folder; the first that is there
 
-# of the idx format of MNIST, Fashion-MNIST and EMNIST (yann.lecun.com/exdb/mnist), plain or compressed with gzip
-_UNSIGNED_BYTE = 0x08  # the only type of element that image sets use
-_MAX_CLASSES = 1 << 20  # of larger numbers some other column is made, as of ids
+# idx is the format of MNIST, Fashion-MNIST and EMNIST (yann.lecun.com/exdb/mnist), plain or compressed with gzip
+_UNSIGNED_BYTE = 0x08  # the only element type that image sets use
+_MAX_CLASSES = 1 << 20  # larger numbers are not classes, but ids or the like
 _REMEDY = "download it again, or give the right folder as data.path"
 
 
 @dataclass(frozen=True)
 class Source:
-    """The pictures before any share, the same on all nodes.
+    """The pictures before they are shared, equal on all nodes.
 
     Attributes:
-        train: to train on.
-        evaluation: apart from them.
-        label_names: of the classes, by number.
+        train: pictures for training.
+        evaluation: pictures for evaluation, none of which are in `train`.
+        label_names: names of the classes, by number.
     """
 
     train: Pictures
@@ -52,10 +52,10 @@ class Source:
 
 
 def open_source(data: ImageDataBlock) -> Source:
-    """Opens the source, holds out examples to evaluate on where it has none, and limits the number.
+    """Opens the source, holds out examples for evaluation if it has none, and limits their numbers.
 
     Raises:
-        ConfigError: when it cannot be read, has fewer than two classes, or too few examples to divide.
+        ConfigError: the source cannot be read, has fewer than two classes, or too few examples to divide.
     """
     train, evaluation, names = _open(data)
     if evaluation is not None and "held_out" in data.changed():
@@ -72,7 +72,7 @@ def open_source(data: ImageDataBlock) -> Source:
 
 
 def _open(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
-    """Pictures to train on, to evaluate on if there is a split for that, and the names of the classes."""
+    """Returns pictures for training, for evaluation if there is such a split, and the names of the classes."""
     if data.source == "digits":
         return _digits(), None, [str(digit) for digit in range(10)]
     if data.source == "idx":
@@ -85,9 +85,10 @@ def _open(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
 
 
 def _digits() -> ArrayPictures:
-    """Handwritten digits of the UCI repository (Alpaydin and Kaynak, 1998), under CC BY 4.0: `digits.csv.gz`.
+    """Reads handwritten digits of the UCI repository (Alpaydin and Kaynak, 1998, CC BY 4.0) from `digits.csv.gz`.
 
-    A line has 64 sixteenths of white and the class, as in scikit-learn, for which alone one would install 195 MB.
+    A line has 64 pixels in sixteenths of white and the class, as in scikit-learn, which would be a dependency of 195
+    MB.
     """
     with files("hf_diloco.apps.vision").joinpath("digits.csv.gz").open("rb") as packed, gzip.open(packed) as lines:
         table = np.loadtxt(lines, delimiter=",")
@@ -126,12 +127,12 @@ def _at_most(pictures: Pictures, limit: int | None) -> Pictures:
 
 
 def _order(length: int) -> IntArray:
-    # RandomState: its stream is frozen (NEP 19), so that nodes with other versions of numpy agree
+    # RandomState: its stream is frozen (NEP 19), so nodes with different versions of numpy agree
     return np.random.RandomState(SPLIT_SEED).permutation(length).astype(np.int64)
 
 
 def _open_folder(folder: Path) -> tuple[Pictures, Pictures | None, list[str]]:
-    """`folder`/train/CLASS/*.png (or .jpg and others), and validation, val or test beside train if there is one."""
+    """Opens `folder`/train/CLASS/*.png (or .jpg and others), and `folder`/validation, val or test if one exists."""
     if not (folder / "train").is_dir():
         raise ConfigError(f"data.path: {folder} has no folder train; source folder needs {folder}/train/CLASS/*.png")
     splits = [split for split in ("train", *_EVAL_SPLITS) if (folder / split).is_dir()][:2]
@@ -146,7 +147,7 @@ def _open_folder(folder: Path) -> tuple[Pictures, Pictures | None, list[str]]:
 
 
 def _open_hub(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
-    """A dataset of the Hub, or a folder in its layout."""
+    """Opens a dataset of the Hub, or a folder in the Hub's layout."""
     train = _load_dataset(data, data.split)
     names = _label_names(train, data.label_column)
     evaluation = _pictures(_load_dataset(data, data.eval_split), names, data) if data.eval_split is not None else None
@@ -154,7 +155,7 @@ def _open_hub(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str
 
 
 def find_dataset(data: ImageDataBlock) -> None:
-    """Raises `ConfigError` if the description of a dataset of the Hub cannot be had; downloads no images."""
+    """Raises `ConfigError` if a Hub dataset's description cannot be loaded; downloads no images."""
     from datasets import load_dataset_builder
 
     with loading("data.path", str(data.path), _ELSEWHERE):
@@ -166,7 +167,7 @@ def _class_folders(folder: Path) -> list[Path]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether a path has a part that is another program's, as `.ipynb_checkpoints` and `._1.png` are."""
+    """Whether a part of a path is hidden, such as `.ipynb_checkpoints` and `._1.png`, which other programs create."""
     return any(part.startswith(".") for part in path.parts)
 
 
@@ -227,7 +228,7 @@ def _load_dataset(data: ImageDataBlock, split: str) -> Dataset:
 
 
 def _label_names(dataset: Dataset, column: str) -> list[str]:
-    """The names that come with the data, or else the words or numbers that stand in it."""
+    """Returns the class names of the dataset's features, else those of the words or numbers in the column."""
     from datasets import ClassLabel
 
     feature = dataset.features[column]
@@ -289,7 +290,8 @@ def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
         A writable uint8 array.
 
     Raises:
-        ConfigError: naming the file, when it cannot be read, is of another kind, or is longer or shorter than it says.
+        ConfigError: the file cannot be read, is of another type, or its size does not match its header; the message
+            names the file.
     """
     try:
         content = path.read_bytes()
@@ -313,14 +315,14 @@ def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
 
 
 def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, IntArray]:
-    """The images, uint8 [examples, rows, columns], and labels, int64 [examples], of one split.
+    """Reads images, uint8 [examples, rows, columns], and labels, int64 [examples], of one split.
 
     Args:
-        folder: holds PREFIX-images-idx3-ubyte and PREFIX-labels-idx1-ubyte, or both with .gz.
+        folder: contains PREFIX-images-idx3-ubyte and PREFIX-labels-idx1-ubyte, plain or with .gz.
         prefix: train or t10k.
 
     Raises:
-        ConfigError: when a file is missing or wrong, or the two do not belong together.
+        ConfigError: a file is missing or invalid, or the files have different numbers of examples.
     """
     images_path = _find_idx(folder, f"{prefix}-images-idx3-ubyte")
     labels_path = _find_idx(folder, f"{prefix}-labels-idx1-ubyte")
@@ -337,7 +339,7 @@ def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, IntAr
 
 
 def _find_idx(folder: Path, name: str) -> Path:
-    """The file of this name in a folder, or else the one with .gz; raises `ConfigError` when there is neither."""
+    """Finds the file in a folder, with or without .gz; raises `ConfigError` if there is neither."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path

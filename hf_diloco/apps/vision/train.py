@@ -39,12 +39,12 @@ def train(run: VisionRun) -> int:
 
 
 def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None = None) -> int:
-    """Trains one node, which may have met the others already; returns the exit code.
+    """Trains one node; returns the exit code.
 
     Args:
         run: the run file.
-        config: method, graph and meeting place.
-        node: its neighbours, where nodes are threads of this process.
+        config: method, graph and rendezvous.
+        node: its neighbours, already connected, if nodes are threads of this process.
 
     Raises:
         DiLoCoError: a setting is wrong, all neighbours were lost, ...
@@ -61,7 +61,7 @@ def train_node(run: VisionRun, config: GossipConfig, node: NodeNeighbours | None
 
 
 def simulate_nodes(run: VisionRun, num_nodes: int, is_command: bool = False) -> int:
-    """Trains all nodes as threads of this process; for what it returns and raises see `train_together`."""
+    """Trains all nodes as threads of this process; for the exit code and errors see `train_together`."""
     from hf_diloco.apps.common.simulation import LONGEST_WAIT, train_together
     from hf_diloco.gossip.choco import with_payload
     from hf_diloco.gossip.neighbours import MemoryGraph
@@ -123,7 +123,7 @@ def what_was_evaluated(config: GossipConfig, weights: str, nodes: Sequence[int])
 
 
 def _print_plan(node: VisionNode) -> None:
-    """What is about to happen, with the batch of one node and of all."""
+    """Prints model, data and graph, with the batch of one node and of all nodes."""
     from hf_diloco.trainer.arguments import examples_per_step
 
     run, data, config, args = node.run, node.data, node.callback.config, node.trainer.args
@@ -143,7 +143,7 @@ def _print_plan(node: VisionNode) -> None:
 
 
 def describe_training(run: VisionRun) -> Training:
-    """What the model's card says of a run."""
+    """Returns the facts about a run for the model card."""
     from hf_diloco.methods.gossip import find_method
 
     data, method = run.data, run.gossip.method
