@@ -1,10 +1,10 @@
-"""`hf-diloco`, which is also `python -m hf_diloco.cli`."""
+"""The entry point of `hf-diloco` and of `python -m hf_diloco.cli`."""
 
 import sys
 
 
 def main() -> None:
-    """Loads and runs the program. Ctrl-C ends it without a traceback, also while it is being loaded."""
+    """Loads and runs the program. Ctrl-C ends it without a traceback, even while it is loading."""
     try:
         from hf_diloco.cli.main import main as run
 

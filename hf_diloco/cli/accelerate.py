@@ -1,8 +1,7 @@
-"""How `accelerate launch` is told to start one island on this machine.
+"""Configures `accelerate launch` to start one island on this machine.
 
-Every island gets a configuration file of its own, written into its folder: what a user once answered to `accelerate
-config` (the default file, which command line flags override only in part) then has no say in it. What works with
-accelerate 1.15:
+Every island gets a configuration file of its own in its folder, so that a user's default file of `accelerate config`,
+which command line flags override only in part, has no effect. What works with Accelerate 1.15:
 
 ==================== ========= ===================== =======================================================
 DeepSpeed            processes distributed_type      started by
@@ -13,9 +12,9 @@ no                   several   MULTI_GPU             torchrun; on CPU too: the T
 no                   one       NO                    a plain child process
 ==================== ========= ===================== =======================================================
 
-Not used: `--cpu` and MULTI_CPU start one process, without DeepSpeed, unless there is mpirun. `use_cpu` stays false: it
-would set ACCELERATE_USE_CPU, which makes accelerate drop DeepSpeed without a word; TrainingArguments' own `use_cpu`
-does what is meant.
+Not used: `--cpu` and MULTI_CPU start one process, without DeepSpeed, unless mpirun is installed. `use_cpu` stays
+false: it would set ACCELERATE_USE_CPU, which makes Accelerate silently drop DeepSpeed; `use_cpu` of TrainingArguments
+works.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from hf_diloco.errors import ConfigError
 
 
 def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) -> str:
-    """The text of an accelerate configuration file for an island of `num_processes`, on all its machines together.
+    """Returns an Accelerate configuration file for an island of `num_processes` on all its machines together.
 
-    Which machine one is, and where they meet, is then for the command line of each.
+    The command line of each machine sets the machine's rank and the main address.
     """
     several = {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}} if deepspeed else {}
     return yaml.safe_dump(
@@ -52,10 +51,10 @@ def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) ->
 
 
 def read_configuration(path: Path, deepspeed: bool, fsdp: bool) -> dict[str, Any]:
-    """A user's own accelerate configuration file.
+    """Reads a user's own Accelerate configuration file.
 
     Raises:
-        ConfigError: when it is missing, not a mapping, or cannot start one island on this machine.
+        ConfigError: the file is missing, not a mapping, or cannot start one island on this machine.
     """
     try:
         values, _ = read_yaml(path)
@@ -80,7 +79,7 @@ def read_configuration(path: Path, deepspeed: bool, fsdp: bool) -> dict[str, Any
             f"accelerate: {path} has distributed_type {kind}, but the run file has a block fsdp: set "
             "distributed_type: FSDP or MULTI_GPU, or fsdp: null"
         )
-    version = (values.get("fsdp_config") or {}).get("fsdp_version", 1)  # which Accelerate takes by default
+    version = (values.get("fsdp_config") or {}).get("fsdp_version", 1)  # Accelerate's default
     if kind == "FSDP" and str(version) != "2":
         raise ConfigError(f"accelerate: {path} is for FSDP1: set fsdp_config: {{fsdp_version: 2}}")
     if kind == "MULTI_CPU":
@@ -94,12 +93,12 @@ def read_configuration(path: Path, deepspeed: bool, fsdp: bool) -> dict[str, Any
 def command(
     config_file: Path, port: int, module: str, script_args: Sequence[str], num_processes: int | None = None
 ) -> list[str]:
-    """The command that starts one island.
+    """Returns the command that starts one island.
 
     Args:
-        config_file: accelerate's configuration.
-        port: where the island's own processes meet, on this machine.
-        module, script_args: what its processes execute, with run file and overrides.
+        config_file: Accelerate's configuration.
+        port: port on this machine at which the island's own processes meet.
+        module, script_args: the module that the processes run, and its arguments: run file and overrides.
         num_processes: overrides the configuration's.
     """
     processes = [] if num_processes is None else ["--num_processes", str(num_processes)]

@@ -1,4 +1,4 @@
-"""What several commands have in common."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 def group(help: str) -> typer.Typer:
-    """Commands under one name, as `hf-diloco keys`, without arguments their help."""
+    """Creates a group of commands, such as `hf-diloco keys`; without arguments it prints its help."""
     return typer.Typer(
         help=help,
         no_args_is_help=True,

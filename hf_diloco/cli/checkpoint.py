@@ -1,4 +1,4 @@
-"""`hf-diloco checkpoint`: what is in a checkpoint, and its outer parameters as a model."""
+"""`hf-diloco checkpoint`: shows what is in a checkpoint, and exports its outer parameters as a model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def export(
     keep_deepspeed_quiet()  # transformers imports it
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # it would report all that was trained under ZeRO-3 as missing
+    logging.set_verbosity_error()  # it would report all parameters trained under ZeRO-3 as missing
     logging.disable_progress_bar()
     found, index = find_checkpoint(_where_written(checkpoint))
     write(found, index, folder, like)
@@ -84,13 +84,13 @@ def export(
 
 
 def _where_written(folder: Path) -> Path:
-    """The folder in which an island's checkpoints are: of a script that was launched, mostly its own `output_dir`."""
+    """Returns the folder of an island's checkpoints: for a launched script, usually its own `output_dir`."""
     from hf_diloco.errors import ConfigError
     from hf_diloco.report import load_run
 
     try:
         island = load_run(folder).islands[0]
-    except ConfigError:  # it is a checkpoint, or nothing of a run
+    except ConfigError:  # a checkpoint, or not part of a run
         return folder
     written = island.record.parent
     return folder if written == island.folder else written
@@ -106,7 +106,7 @@ def _facts(checkpoint: Path, index: OuterIndex) -> dict[str, Any]:
         "round": index.round,
         "step": index.global_step,
         "steps_since_round": index.steps_since_sync,
-        "tokens": index.data.get("tokens") or None,  # the Trainer counts them where it is asked to
+        "tokens": index.data.get("tokens") or None,  # the Trainer counts them only if asked to
         "method": settings.get("method", "diloco"),
         "sync_every": settings.get("sync_every"),
         "payload": settings.get("payload", "fp32"),

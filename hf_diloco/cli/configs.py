@@ -1,4 +1,4 @@
-"""`hf-diloco configs`: the run files that come with the package, listed, shown and copied."""
+"""`hf-diloco configs`: lists, shows and copies the run files that come with the package."""
 
 from __future__ import annotations
 
@@ -72,20 +72,20 @@ def copy(
             )
     for file in files:
         (to / file).parent.mkdir(parents=True, exist_ok=True)
-        if not (to / file).exists():  # else it is equal, and perhaps the very same
+        if not (to / file).exists():  # otherwise it is equal, perhaps the same file
             shutil.copyfile(folder / file, to / file)
         typer.echo(to / file)
 
 
 def _headline(text: str) -> str:
-    """The first sentence of the comment at the head of a run file."""
+    """Returns the first sentence of the comment at the top of a run file."""
     lines = itertools.takewhile(re.compile(r"# \S").match, text.splitlines())
     comment = " ".join(line.removeprefix("# ") for line in lines)
     return re.split(r"(?<=[a-z0-9)])\. ", comment)[0].rstrip(".:")
 
 
 def _file_of(name: str) -> str:
-    """The path in `configs` of what a user names; raises `ConfigError` if there is none."""
+    """Returns the path in `configs` of the file that a user names; raises `ConfigError` if there is none."""
     files = shipped_files()
     for file in (name, f"{name}.yaml"):
         if file in files:
@@ -95,7 +95,7 @@ def _file_of(name: str) -> str:
 
 
 def _with_named(file: str) -> list[str]:
-    """A file, and those of the package that it names."""
+    """Returns a file and the files of the package that it names."""
     from hf_diloco.apps.common.load import kind_of
     from hf_diloco.apps.common.paths import files_named
     from hf_diloco.apps.common.yaml_file import read_yaml

@@ -1,4 +1,4 @@
-"""What this machine has: CUDA devices, cores, free ports. Without importing torch."""
+"""CUDA devices, cores and free ports of this machine, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import counted
 from hf_diloco.utils.urls import split_tcp_url
 
-ANSWER_SECONDS = 60.0  # of nvidia-smi, which hangs where the driver does
+ANSWER_SECONDS = 60.0  # timeout of nvidia-smi, which hangs if the driver does
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""What limits a container, as it is seen from inside."""
+"""A container's limits, as seen from inside."""
 
 _PORTS = range(20_000, 32_000)
 
 
 def cuda_devices() -> list[str]:
-    """The CUDA devices that a process started here would see, as CUDA_VISIBLE_DEVICES names them.
+    """Returns the CUDA devices that a process started here would see, by their names in CUDA_VISIBLE_DEVICES.
 
     Raises `ConfigError` if nvidia-smi does not answer.
     """
@@ -39,7 +39,7 @@ def cuda_devices() -> list[str]:
 
 
 def ask_driver() -> tuple[int, str]:
-    """Exit code and output of `nvidia-smi -L`; 0 and nothing where it is not installed.
+    """Returns exit code and output of `nvidia-smi -L`; 0 and "" if it is not installed.
 
     Raises `ConfigError` if it does not answer.
     """
@@ -56,13 +56,13 @@ def ask_driver() -> tuple[int, str]:
 
 
 def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) -> list[list[str]]:
-    """Gives every island `num_processes` devices, in order: its own, while there are enough of them.
+    """Assigns `num_processes` devices to every island, in order: separate ones if there are enough.
 
-    Else islands share some, as no communicator of NCCL spans islands; the ranks of one never do. On a machine without
-    devices each island gets none.
+    Otherwise islands share devices, which works because no NCCL communicator spans islands; ranks of one island never
+    share. On a machine without devices each island gets none.
 
     Raises:
-        ConfigError: there are too few for one island.
+        ConfigError: there are too few devices for one island.
     """
     if not devices:
         return [[] for _ in range(num_islands)]
@@ -77,13 +77,13 @@ def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) 
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use: of a container, as many as its share of time is worth."""
+    """Returns the number of CPU cores that this process may use; in a container, limited by its CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _container_cores() or cores)
 
 
 def _container_cores() -> int | None:
-    """Cores by the container's limit of time (`docker run --cpus`, limits.cpu of a pod); None without one."""
+    """Returns the cores of the container's CPU quota (`docker run --cpus`, limits.cpu of a pod); None without one."""
     try:
         quota, period = (CONTROL_GROUP / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -94,9 +94,9 @@ def _container_cores() -> int | None:
 
 
 def fitting_threads(num_processes: int) -> str:
-    """Threads of each of so many processes: OMP_NUM_THREADS, else this machine's cores shared among them.
+    """Returns the threads of each process: OMP_NUM_THREADS, else this machine's cores divided by `num_processes`.
 
-    Raises `ConfigError` if OMP_NUM_THREADS is no number of threads.
+    Raises `ConfigError` if OMP_NUM_THREADS is not a positive integer.
     """
     given = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_processes))
     if not given.isdecimal() or int(given) < 1:
@@ -107,12 +107,14 @@ def fitting_threads(num_processes: int) -> str:
 def describe_crowding(
     unit: str, num_islands: int, num_processes: int, threads: int, shares: Sequence[Sequence[str]] = ()
 ) -> str:
-    """What to say where local islands (or nodes) share devices, or have more threads than there are cores; else empty.
+    """Returns a warning if local islands or nodes share devices, or have more threads than there are cores; else "".
 
     Args:
-        unit: what they are.
-        num_islands, num_processes, threads: how many there are, of one, and of one of these.
-        shares: the devices of each.
+        unit: what to call them.
+        num_islands: number of islands or nodes here.
+        num_processes: processes of each.
+        threads: threads of each process.
+        shares: the devices of each island.
     """
     lines = []
     if num_sharing(shares) > 1:
@@ -134,15 +136,15 @@ def describe_crowding(
 
 
 def num_sharing(shares: Sequence[Sequence[str]]) -> int:
-    """How many islands use the device that most of them use; 1 if each has its own."""
+    """Returns how many islands use the most shared device; 1 if each has its own."""
     return max(Counter(device for share in shares for device in share).values(), default=1)
 
 
 def free_ports(num_ports: int) -> list[int]:
-    """TCP ports, all different, that nothing listens on.
+    """Returns distinct TCP ports that nothing listens on.
 
-    They lie below those that the system gives to outgoing connections (from 32768 on, on Linux): one of these may be
-    taken by any connection of the machine before its user comes to listen.
+    They are below the system's ephemeral ports (from 32768 on, on Linux), one of which any outgoing connection could
+    take before its user listens.
     """
     candidates = random.sample(_PORTS, len(_PORTS))
     free = (port for port in candidates if bind_error("127.0.0.1", port, reuse=False) is None)
@@ -150,7 +152,7 @@ def free_ports(num_ports: int) -> list[int]:
 
 
 def bind_error(host: str, port: int, reuse: bool = True) -> OSError | None:
-    """Why this machine cannot listen there, if so; `reuse`: even while old connections to the port time out."""
+    """Returns why this machine cannot listen there, else None; `reuse` allows ports with connections in TIME_WAIT."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
@@ -161,9 +163,9 @@ def bind_error(host: str, port: int, reuse: bool = True) -> OSError | None:
 
 
 def check_port_is_free(rendezvous: str) -> None:
-    """Raises `ConfigError` if another program of this machine listens on the port of a rendezvous.
+    """Raises `ConfigError` if another program on this machine listens on the port of a rendezvous.
 
-    An address that is not this machine's is passed over: island 0 reports it.
+    Ignores an address that is not this machine's: island 0 reports it.
     """
     host, port = split_tcp_url(rendezvous)
     error = bind_error(host, port)

@@ -1,6 +1,7 @@
-"""What a person sees while a run goes on: the islands' lines with coloured prefixes, and one progress bar an island.
+"""The display of a running launch: the islands' lines with coloured prefixes, and one progress bar per island.
 
-Without a terminal (a file, a pipe, a batch job) the bars become a line every few seconds, without control characters.
+Without a terminal (a file, a pipe, a batch job), prints a progress line every few seconds instead of bars, without
+control characters.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from hf_diloco.utils.text import rate
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 LINE_EVERY = 5.0  # seconds between two progress lines of an island, without a terminal
-_WIDE = 100  # columns from which on a bar carries everything
+_WIDE = 100  # columns from which on a bar shows everything
 _NARROW = 76  # columns below which there is no room for a bar, rounds and speed
 
 
 class _Unbreakable:
-    """A text stream that swallows what can no longer be written: a closed terminal must not end a run's checkpoint."""
+    """A text stream that ignores write errors: a closed terminal must not keep a run from writing checkpoints."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -47,19 +48,19 @@ class _Unbreakable:
 
 
 def terminal(stream: IO[str] | None) -> Console:
-    """A console on stdout or stderr that survives its terminal; None is one that was closed before Python began."""
+    """Returns a console that survives the loss of its terminal; `stream` is None if closed before Python started."""
     return Console(file=cast("IO[str]", _Unbreakable(stream or io.StringIO())), highlight=False)
 
 
 def make_display(console: Console, islands: Sequence[int], unit: str = "island") -> LineDisplay:
-    """Progress bars on a terminal, plain lines elsewhere; `unit` is what each is called."""
+    """Creates progress bars on a terminal, plain lines elsewhere; `unit` is what to call an island."""
     if console.is_terminal and not console.is_dumb_terminal:
         return BarDisplay(console, islands, unit)
     return LineDisplay(console, unit=unit)
 
 
 class LineDisplay:
-    """Where the launcher shows what happens, as plain lines. A context: the terminal is its own again afterwards."""
+    """Shows a launch as plain lines. A context manager, which restores the terminal at its end."""
 
     def __init__(self, console: Console, every: float = LINE_EVERY, unit: str = "island") -> None:
         self._console = console
@@ -68,15 +69,15 @@ class LineDisplay:
         self._shown: dict[int, tuple[float, IslandProgress]] = {}
 
     def line(self, island: int, text: str) -> None:
-        """A line that an island wrote."""
+        """Shows a line that an island wrote."""
         self._print((f"{self._unit} {island}", _colour(island)), text)
 
     def note(self, text: str) -> None:
-        """Something that the launcher itself has to say."""
+        """Shows a message of the launcher itself."""
         self._print(("launcher", "bold"), text)
 
     def update(self, island: int, progress: IslandProgress) -> None:
-        """Where an island stands, and what it is called; called several times a second."""
+        """Shows an island's progress; called several times per second."""
         self._unit = progress.noun or self._unit
         at, last = self._shown.get(island, (0.0, IslandProgress()))
         if progress == last or (time.monotonic() < at + self._every and not progress.is_ending):
@@ -85,11 +86,11 @@ class LineDisplay:
         self.line(island, describe(progress))
 
     def ended(self, island: int, how: str) -> None:
-        """An island has ended: `finished`, `stopped, with a checkpoint`, ..."""
+        """Shows how an island has ended: `finished`, `stopped, with a checkpoint`, ..."""
         self.note(f"{self._unit} {island} {how}")
 
     def status(self, text: str) -> None:
-        """What the launcher is waiting for; empty for nothing. Replaces the status before: no lines of a countdown."""
+        """Shows what the launcher waits for, replacing the previous status. Without a terminal, does nothing."""
 
     def _print(self, speaker: tuple[str, str], text: str) -> None:
         self._console.print(Text.assemble(speaker, (" │ ", "dim"), text), soft_wrap=True, highlight=False)
@@ -135,7 +136,7 @@ class BarDisplay(LineDisplay):
         task = self._tasks[island]
         if progress.training_has_begun and island not in self._begun:
             self._begun.add(island)
-            self._bars.reset(task)  # the time of loading, and of steps before a resume, says nothing about the rest
+            self._bars.reset(task)  # loading and steps before a resume must not count for the remaining time
         if progress.training_has_begun:
             self._bars.update(task, total=progress.max_steps or None, completed=progress.step)
         state = progress.state if progress.training_has_begun else progress.message or progress.state
@@ -150,7 +151,7 @@ class BarDisplay(LineDisplay):
         self._bars.stop_task(self._tasks[island])
 
     def status(self, text: str) -> None:
-        # The line is there also when it is empty: at the end of a full one, the terminal's ^C would break the display.
+        # Keeps the line even if empty: after a full line, the terminal's ^C would break the display.
         self._live.update(Group(self._bars, Text(text, style="yellow")))
 
     def __enter__(self) -> Self:
@@ -178,7 +179,7 @@ def _figures(progress: IslandProgress) -> list[str]:
 
 
 def describe(progress: IslandProgress) -> str:
-    """One line: `training, step 120/200, round 6, loss 4.312, 1,203 tokens/s`."""
+    """Returns one line: `training, step 120/200, round 6, loss 4.312, 1,203 tokens/s`."""
     total = f"/{progress.max_steps}" if progress.max_steps else ""
     steps = [f"step {progress.step}{total}"] if progress.step else []
     message = [progress.message] if progress.message not in ("", progress.state) else []

@@ -1,6 +1,6 @@
-"""Engines for which `hf-diloco init` writes files, and what they must know of a run. Starts nothing, writes nothing.
+"""The engines for which `hf-diloco init` writes files. Starts nothing, writes nothing.
 
-Each is a function from a `Deployment` to files and the next command.
+Each engine is a function from a `Deployment` to files and the command that starts the islands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_diloco.utils.urls import is_object_store
 
 CPUS_PER_GPU = 8
 _NEED_IMAGE = ("compose", "kubernetes", "skypilot")
-_WITHOUT_FOLDERS = ("kubernetes", "skypilot")  # of this machine
+_WITHOUT_FOLDERS = ("kubernetes", "skypilot")  # islands do not see this machine's folders
 _SERVER = "rendezvous:29400"
 _PASSED_ON = (
     *(ENV_KEY, "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"),
@@ -41,18 +41,18 @@ _PASSED_ON = (
 
 @dataclass(frozen=True)
 class Deployment:
-    """What templates are told: a run, and the resources of each of its islands.
+    """The input of the templates: a run, and the resources of each of its islands.
 
     Attributes:
         run: the run file with all overrides.
         run_file: its absolute path.
         overrides: `key=value` items for the processes of an island.
-        rendezvous: where the islands meet, an object store; None if the engine is to keep a server for them.
-        num_gpus: of one island on each of its nodes; 0 trains on CPUs.
-        num_nodes: of one island.
-        image: container image with hf-diloco; None where the engine needs none.
-        folder: absolute path of the folder in which the engine's files are.
-        working_folder: absolute path of the folder against which relative paths of the run are meant.
+        rendezvous: the object store in which the islands meet; None if the engine runs a server for them.
+        num_gpus: GPUs of one island on each of its nodes; 0 trains on CPUs.
+        num_nodes: nodes of one island.
+        image: container image with hf-diloco; None if the engine needs none.
+        folder: absolute path of the folder of the engine's files.
+        working_folder: absolute path of the folder that the run's relative paths refer to.
         programs: folder with the programs of this Python environment.
     """
 
@@ -69,7 +69,7 @@ class Deployment:
 
     @property
     def label(self) -> str:
-        """The run's name as engines want names: small letters, digits and dashes, a letter first, at most 54."""
+        """The run's name as engines accept it: lower-case letters, digits and dashes, a letter first, at most 54."""
         name = re.sub(r"[^a-z0-9]+", "-", self.run.name.lower())[:50].strip("-")
         return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
@@ -85,7 +85,7 @@ class Deployment:
 
     @property
     def num_cpus(self) -> int:
-        """CPU cores to ask for, of one island on each of its nodes."""
+        """CPU cores to request for one island on each of its nodes."""
         return CPUS_PER_GPU * self.num_gpus or self.num_processes
 
     @property
@@ -94,7 +94,7 @@ class Deployment:
         return self.working_folder / self.run.folder
 
     def launch_command(self, run_file: str | Path, *arguments: str) -> list[str]:
-        """What starts an island in a container; its number comes as an argument, or from the environment."""
+        """Returns the command that starts an island in a container; `arguments` or the environment has its number."""
         meeting = self.rendezvous or f"http://{_SERVER}/{self.run.name}"
         return [
             *("hf-diloco", "launch", str(run_file), *arguments),
@@ -102,23 +102,23 @@ class Deployment:
         ]
 
     def server_command(self) -> list[str]:
-        """What keeps a place to meet, in the container `rendezvous`."""
+        """Returns the command that runs the rendezvous server, in the container `rendezvous`."""
         return ["hf-diloco", "rendezvous", _SERVER, "--folder", str(self.folder / "rendezvous")]
 
     def device_ids(self, island: int) -> list[str]:
-        """The island's GPUs where all islands share one machine."""
+        """Returns the island's GPUs if all islands run on one machine."""
         return [str(number) for number in range(island * self.num_gpus, (island + 1) * self.num_gpus)]
 
 
 def plan_deployment(
     engine: str, options: LaunchOptions, num_gpus: int | None, num_nodes: int, image: str | None, folder: Path | None
 ) -> Deployment:
-    """Reads the run file, and checks whether the engine's islands can meet.
+    """Reads the run file, and checks that the engine's islands can meet.
 
-    For its arguments see `Deployment`; where `num_gpus` is None, the run file says it.
+    For the arguments see `Deployment`; if `num_gpus` is None, the run file decides.
 
     Raises:
-        ConfigError: they cannot, or the run file or an option does not fit the engine.
+        ConfigError: the islands cannot meet, or the run file or an option does not fit the engine.
     """
     if kind_of(options.run_file).unit != "island":
         raise ConfigError(
@@ -139,7 +139,7 @@ def plan_deployment(
         raise ConfigError(
             f"--nodes-per-island {num_nodes}: an island of {engine} runs on one node; give 1, or use slurm"
         )
-    if engine != "compose" or run.meeting.rendezvous is not None:  # for which it has a server
+    if engine != "compose" or run.meeting.rendezvous is not None:  # compose runs a server if there is none
         _check_store(run.meeting.rendezvous, engine)
     return Deployment(
         run=run,
@@ -156,10 +156,10 @@ def plan_deployment(
 
 
 def _check_store(rendezvous: str | None, engine: str) -> None:
-    """Checks that islands which an engine starts, moves and starts again can meet.
+    """Checks that islands can meet that an engine starts, moves and restarts.
 
     Raises:
-        ConfigError: the run has no rendezvous, or one that needs an address or a folder that islands may not have.
+        ConfigError: the run has no rendezvous, or one at an address or in a folder that islands may not reach.
     """
     has_folders = engine not in _WITHOUT_FOLDERS
     folder = "file:///DIR, " if has_folders else ""
@@ -179,16 +179,16 @@ def _check_store(rendezvous: str | None, engine: str) -> None:
 
 
 def portable_run_file(deployment: Deployment) -> str:
-    """The run file with all overrides as YAML; raises `ConfigError` if it names a file of this machine."""
+    """Returns the run file with all overrides as YAML; raises `ConfigError` if it names a file on this machine."""
     run = deployment.run
     values: dict[str, Any] = run.model_dump(mode="json", exclude_unset=True, exclude={"output": True})
-    for name in ("island", "num_islands", "rendezvous"):  # which the engine says
+    for name in ("island", "num_islands", "rendezvous"):  # set by the engine
         values.get(run.meeting_name, {}).pop(name, None)
     if isinstance(run.deepspeed, str):
         values["deepspeed"] = read_json(Path(run.deepspeed))
     for path, text in _files_named(run, values):
         raise _names_file_here(path, text)
-    for path in run.files.patterns:  # which may lie elsewhere alone
+    for path in run.files.patterns:  # their files may exist only on other machines
         pattern = str(get_at(values, path) or "")
         if any(identity_path(pattern, island).is_file() for island in range(deployment.num_islands)):
             raise _names_file_here(path, pattern)
@@ -198,7 +198,7 @@ def portable_run_file(deployment: Deployment) -> str:
 
 
 def _files_named(run: BaseRun, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """The files of this machine that a run names, each with its setting; without those for a pattern."""
+    """Yields the local files that a run names, each with its setting; without those of patterns."""
     named = [*run.files.paths, *run.files.hub_ids_or_paths, *run.files.globs]
     for path in (*named, *((run.meeting_name, name) for name in ("method", "payload"))):
         texts = get_at(values, path)
@@ -218,11 +218,11 @@ def _names_file_here(setting: KeyPath, text: str) -> ConfigError:
 
 
 Written = tuple[dict[str, str], str]
-"""What an engine needs: texts by name, for the deployment's folder; and the command that starts the islands."""
+"""The contents of files by name, for the deployment's folder, and the command that starts the islands."""
 
 
 def slurm(deployment: Deployment) -> Written:
-    """A job array, of which each task is one island, on one node or several."""
+    """Writes a job array in which each task is one island, on one or several nodes."""
     num_ranks = deployment.num_nodes * deployment.num_processes
     config = accelerate.configuration(num_ranks, deployment.run.deepspeed is not None, deployment.num_nodes)
     files = {"islands.sbatch": _render("slurm/islands.sbatch.j2", deployment), "accelerate.yaml": config}
@@ -230,7 +230,7 @@ def slurm(deployment: Deployment) -> Written:
 
 
 def compose(deployment: Deployment) -> Written:
-    """A service for each island, on one machine, and one to meet at where the run names no store."""
+    """Writes a service for each island, on one machine, and a rendezvous server if the run names no store."""
     named = [Path(text) for _, text in _files_named(deployment.run, deployment.run.model_dump(mode="json"))]
     for path in (deployment.run_file, deployment.run_folder.resolve(), deployment.folder, *named):
         if not (deployment.working_folder / path).is_relative_to(deployment.working_folder):
@@ -255,13 +255,13 @@ def compose(deployment: Deployment) -> Written:
 
 
 def kubernetes(deployment: Deployment) -> Written:
-    """An Indexed Job, of which each index is one island."""
+    """Writes an Indexed Job in which each index is one island."""
     text = _render("kubernetes/job.yaml.j2", deployment, run_file=portable_run_file(deployment))
     return ({"job.yaml": text}, shlex.join(["kubectl", "apply", "-f", str(deployment.folder / "job.yaml")]))
 
 
 def skypilot(deployment: Deployment) -> Written:
-    """A managed job, of which SkyPilot runs one for each island."""
+    """Writes a managed job, which SkyPilot runs once for each island."""
     file = deployment.folder / "island.yaml"
     text = _render(
         "skypilot/island.yaml.j2",
@@ -276,7 +276,7 @@ def skypilot(deployment: Deployment) -> Written:
 
 
 def ray(deployment: Deployment) -> Written:
-    """A job for each island, which keeps one task of Ray's for it."""
+    """Writes a job for each island, which runs the island as one Ray task."""
     output = deployment.run.output if Path(deployment.run.output).is_absolute() else "~/runs"
     arguments = deployment.launch_command("run.yaml", "--output", output)[2:]
     files = {
@@ -301,7 +301,7 @@ def _render(template: str, deployment: Deployment, **values: Any) -> str:
 
     environment = Environment(
         loader=PackageLoader("hf_diloco", "templates/deploy"),
-        autoescape=False,  # scripts and YAML, whose values the filters quote
+        autoescape=False,  # scripts and YAML: the filters quote values
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -319,5 +319,5 @@ def _render(template: str, deployment: Deployment, **values: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    """A value as JSON, which YAML understands; and, of a text, Slurm."""
+    """Returns a value as JSON, which YAML can read, and Slurm if it is a string."""
     return json.dumps(value, default=str, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""`hf-diloco estimate`: what a run will cost on its link."""
+"""`hf-diloco estimate`: predicts what a run will cost on its link."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def estimate(
     if price is not None and not price <= _MOST_EXPENSIVE:
         raise ConfigError(f"--price {price}: give what a gigabyte costs, as 0.09")
     if run_file is not None:
-        find_run_file(run_file)  # refuses what is none, such as a setting beside --params
+        find_run_file(run_file)  # refuses other arguments, such as a setting with --params
         _refuse_foreign(ctx, run_file)
         scenario = scenario_of(_read_run(run_file, overrides or ()), link, step, price)
     elif params is not None:
@@ -140,7 +140,7 @@ def estimate(
 
 
 def _refuse_foreign(ctx: typer.Context, run_file: Path) -> None:
-    """Raises `ConfigError` for options beside a run file that it says itself."""
+    """Raises `ConfigError` for options that a run file already sets."""
     names = ("params", "islands", "sync_every", "payload", "ranks", "zero", "layers")
     sources = {f"--{name.replace('_', '-')}": ctx.get_parameter_source(name) for name in names}
     if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
@@ -201,7 +201,7 @@ def _facts(estimate: Estimate) -> list[tuple[str, str]]:
             f"{text.size(memory.outer)} of outer state",
         ),
         (
-            "ways",  # what the names in the table stand for
+            "ways",  # explains the names in the table
             f"a round every {overlap.sync_every} steps; streaming: {overlap.num_fragments} fragments; overlap: the "
             f"same, {overlap.delay} steps go on meanwhile",
         ),
@@ -237,5 +237,5 @@ def _table(estimate: Estimate) -> Table:
 
 
 def _short(seconds: float) -> str:
-    """In one unit, so that a column can be compared."""
+    """Formats seconds always in the same unit, so that values of a column can be compared."""
     return f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"

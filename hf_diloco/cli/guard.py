@@ -1,14 +1,14 @@
-"""Runs one island's command and ends every process of it when the command or the launcher has ended.
+"""Runs one island's command, and ends all its processes when the command or the launcher has ended.
 
     python -m hf_diloco.cli.guard COMMAND ARGUMENT...
 
-Accelerate's and torch's launchers leave the training processes behind when they are killed themselves, and they put
-them into sessions of their own, where no signal to a process group finds them. The guard stands between: orphans of
-the island become its children (Linux), so it finds all of them. It ends them
+If Accelerate's and torch's launchers are killed, they leave the training processes behind, in sessions of their own,
+which no signal to a process group reaches. The guard runs between the launchers: orphans of the island become its
+children (on Linux), so it finds all of them. It ends them
 
-- when COMMAND ends, whatever the reason;
-- when its standard input closes: the launcher holds the other end and has died, even by SIGKILL;
-- on SIGTERM, which the launcher sends when it no longer wants to wait.
+- when COMMAND ends, for any reason;
+- when its standard input closes: the launcher holds the other end, and has died, even by SIGKILL;
+- on SIGTERM, which the launcher sends when it stops waiting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import psutil
 
 from hf_diloco.utils.listening import raise_file_limit
 
-TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL when the launcher has lost patience
+TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL if the launcher ends the island
 ORPHAN_GRACE = 30.0  # otherwise: SIGTERM asks the trainer for a checkpoint, which takes a step and a while
 _POLL = 0.1  # seconds
 
@@ -44,7 +44,7 @@ def end_descendants(grace: float, parent: int | None = None) -> None:
     """Sends SIGTERM to all processes below `parent` (default: this one), and SIGKILL to those left after `grace` s."""
     deadline = time.monotonic() + grace
     signalled: set[psutil.Process] = set()
-    while running := _descendants(parent):  # again and again: a dying process may still start another
+    while running := _descendants(parent):  # repeat: a dying process may still start another
         late = time.monotonic() > deadline
         for process in running:
             if late or process not in signalled:

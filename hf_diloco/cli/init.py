@@ -1,4 +1,4 @@
-"""`hf-diloco init`: the files with which an engine that you have starts the islands of a run."""
+"""`hf-diloco init`: writes the files with which an engine (Slurm, Kubernetes, ...) starts the islands of a run."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def init(
 
 
 def _write(folder: Path, files: Mapping[str, str], force: bool) -> None:
-    """Writes files of a folder, which need not be there yet.
+    """Writes files into a folder, which is created if missing.
 
-    Raises `ConfigError` if one is there already and not to be replaced, or the folder cannot be written to.
+    Raises `ConfigError` if a file exists and `force` is false, or the folder cannot be written to.
     """
     present = [name for name in files if (folder / name).exists()]
     if present and not force:

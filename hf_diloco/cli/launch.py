@@ -1,6 +1,6 @@
-"""Runs a set of islands to their end: shows them, stops them together, and says how it went.
+"""Runs a set of islands to their end: shows their progress, stops them together, and reports the result.
 
-To the launcher an island is a tree of processes, a log, and a few files in its folder.
+To the launcher, an island is a tree of processes, a log, and a few files in its folder.
 
 Exit codes of `hf-diloco launch`: 0 all islands finished; 1 an island failed; 2 the command or the run file is wrong;
 3 stopped on request, every island with a checkpoint (the same command continues); 128 + N ended by signal N without
@@ -36,18 +36,18 @@ from hf_diloco.utils.files import PROGRESS_FILE, STOP_FILE
 from hf_diloco.utils.redact import redact_text
 
 POLL = 0.1  # seconds
-_NUM_LINES_KEPT = 500  # of a log's end, in memory
+_NUM_LINES_KEPT = 500  # last lines of a log that are kept in memory
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NEXT_TRAINING_ENDED = re.compile(f"{StopRequested.__name__}|{IslandLostError.__name__}")
-"""Errors of a script that trains again after a stop: its islands no longer meet, as each is asked to stop."""
+"""Errors of a script that starts another training after a stop: its islands then leave or cannot meet."""
 
 
 class Island:
     """A started island.
 
     Raises:
-        ConfigError: when its folder cannot be written to.
-        DiLoCoError: when it already belongs to a running island.
+        ConfigError: its folder cannot be written to.
+        DiLoCoError: its folder belongs to an island that is running.
     """
 
     def __init__(self, plan: IslandPlan) -> None:
@@ -70,11 +70,11 @@ class Island:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={name: value for name, value in changed.items() if value is not None},
-                start_new_session=True,  # Ctrl-C reaches the launcher alone
+                start_new_session=True,  # Ctrl-C reaches only the launcher
             )
 
     def _opened_log(self, plan: IslandPlan) -> TextIO:
-        """Its log, locked, with the folder as a start finds it."""
+        """Prepares the folder for a start, and returns the log, open and locked."""
         try:
             plan.folder.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:
@@ -91,7 +91,7 @@ class Island:
             raise ConfigError(f"{plan.folder}: {error.strerror}; give another --output") from None
 
     def _lock(self, file: int) -> None:
-        """Holds the island's log as long as any of its processes has it open, orphans of a lost launcher included."""
+        """Locks the island's log while any of its processes has it open, including orphans of a dead launcher."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -104,7 +104,7 @@ class Island:
 
     @property
     def unit(self) -> str:
-        """What it is called, island or node; a script says so when it begins to train."""
+        """What it is called: island or node; a script reports this when it begins to train."""
         return self.progress.noun or self._unit
 
     @property
@@ -116,19 +116,19 @@ class Island:
         return self.outcome is None
 
     def new_lines(self) -> list[str]:
-        """What it wrote since the last call that is worth showing. Notices its end, after which `outcome` is set."""
-        code = self._process.poll()  # before reading, so that nothing said before the end is missed
+        """Returns the new log lines worth showing. Sets `outcome` if the island has ended."""
+        code = self._process.poll()  # before reading, so that no output before the end is missed
         lines = self._follower.new_lines(unfinished=code is not None)
         self._tail.extend(lines)
         if code is not None and self.outcome is None:
             self.outcome = read_outcome(code, list(self._tail))
             if self.outcome.code == FAILED and self._has_saved_as_asked():
-                # It met an island that had left already, which is an error to the one that waits.
+                # It waited for an island that had already left, which is an error for the waiting one.
                 self.outcome = Outcome(STOPPED, self.outcome.error.removeprefix("error: "))
             elif self.progress.state == STOPPED_EARLY and (
                 self.outcome.code == FINISHED or _NEXT_TRAINING_ENDED.search(self.outcome.error)
             ):
-                self.outcome = Outcome(STOPPED)  # a script mostly ends with 0 all the same
+                self.outcome = Outcome(STOPPED)  # after a stop, a script usually exits with 0, too
         return list(filter(self._is_useful, lines))
 
     def _has_saved_as_asked(self) -> bool:
@@ -139,7 +139,7 @@ class Island:
 
     @property
     def progress(self) -> Progress:
-        """Its own account of where it stands; parsed again only after a change."""
+        """The island's progress file; parsed again only after a change."""
         path = self._folder / PROGRESS_FILE
         with suppress(OSError):
             changed = path.stat().st_mtime_ns
@@ -148,22 +148,22 @@ class Island:
         return self._progress[1]
 
     def ask_to_stop(self) -> bool:
-        """Asks it to finish the step, write a checkpoint and end; False where its folder takes no file."""
+        """Asks the island to finish the step, write a checkpoint and exit; False if its folder is not writable."""
         stop = self._folder / STOP_FILE
         try:
             stop.touch()
-            self._asked_to_stop_at = stop.stat().st_mtime  # by the clock of the file system, as the checkpoint's
+            self._asked_to_stop_at = stop.stat().st_mtime  # the file system's clock, as for the checkpoint
         except OSError:  # the folder is gone, or its file system full
             return False
         return True
 
     def terminate(self) -> None:
-        """Ends its processes: SIGTERM, and SIGKILL a few seconds later. Does not wait."""
+        """Ends the island's processes: SIGTERM, and SIGKILL a few seconds later. Does not wait."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self, after: float = 0.0) -> None:
-        """Waits `after` seconds for its end, then ends its processes at once."""
+        """Waits `after` seconds for the island's end, then kills its processes."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(after)
         if self._process.returncode is None:
@@ -178,8 +178,9 @@ class Result:
     """How a launch ended.
 
     Attributes:
-        failed: numbers of the islands that failed by themselves, in the order of their ends.
-        forced: whether islands were ended without waiting for their checkpoint.
+        islands: all islands of the launch.
+        failed: numbers of the islands that failed by themselves, in order of failure.
+        forced: whether islands were ended without waiting for their checkpoints.
         signal: the first signal that the launcher received; None without one.
     """
 
@@ -190,7 +191,7 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """See the module."""
+        """The exit code; see the module."""
         if all(self.outcome(island).code == FINISHED for island in self.islands):
             return FINISHED
         if self.failed:
@@ -201,21 +202,23 @@ class Result:
 
     @staticmethod
     def outcome(island: Island) -> Outcome:
-        """How the island ended."""
+        """Returns how the island ended."""
         return island.outcome or Outcome(FAILED)
 
 
 class Launcher:
-    """Runs islands until all have ended. Made for a process of its own: at the end it has no child processes left.
+    """Runs islands until all have ended. Needs a process of its own, as it ends all child processes of this process.
 
-    A request to stop (Ctrl-C, SIGTERM, SIGHUP), an island that fails, and an island that was stopped by somebody else
-    all do the same: every island that trains is asked to finish its step and write a checkpoint, those that do not
-    train yet are ended. After `grace` seconds, or at the second Ctrl-C, what is left is ended. Islands that can do
-    without each other go on when one fails or is stopped.
+    A request to stop (Ctrl-C, SIGTERM, SIGHUP), a failed island, and an island that somebody else stopped have the
+    same effect: every training island is asked to finish its step and write a checkpoint; islands that do not train
+    yet are ended. After `grace` seconds, or at the second Ctrl-C, the remaining islands are ended. If islands can
+    continue without each other, a failed or stopped island does not stop the others.
 
     Args:
-        grace: seconds that islands which are asked to stop may take.
-        way_back: what brings one back while the others go on; empty: they cannot do without each other.
+        plans: the islands to start.
+        display: shows their progress.
+        grace: seconds that islands may take to stop.
+        way_back: how a lost island rejoins while the others continue; empty if they cannot continue.
     """
 
     def __init__(self, plans: Sequence[IslandPlan], display: LineDisplay, grace: float, way_back: str = "") -> None:
@@ -224,17 +227,17 @@ class Launcher:
         self._grace = grace
         self._way_back = way_back
         self._islands: list[Island] = []
-        self._signals: deque[int] = deque()  # that are yet to be acted on
-        self._stop_by: float | None = None  # when patience ends
-        self._kill_by: float | None = None  # when SIGTERM has had its time
-        self._ended: set[int] = set()  # islands that did not get to finish
+        self._signals: deque[int] = deque()  # not yet handled
+        self._stop_by: float | None = None  # deadline for checkpoints
+        self._kill_by: float | None = None  # deadline after SIGTERM
+        self._ended: set[int] = set()  # islands ended by the launcher
         self._result = Result(self._islands)
 
     def run(self) -> Result:
-        """Starts the islands and returns when none of their processes is left.
+        """Starts the islands, and returns when all their processes have ended.
 
         Raises:
-            DiLoCoError: when an island's folder is in use by another launch.
+            DiLoCoError: an island's folder is in use by another launch.
         """
         with ExitStack() as stack:
             stack.enter_context(self._signal_handlers())
@@ -254,7 +257,7 @@ class Launcher:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        # A signal that is ignored stays so: nohup ignores SIGHUP, a shell ignores SIGINT for its background jobs.
+        # Ignored signals stay ignored: nohup ignores SIGHUP, a shell ignores SIGINT for background jobs.
         heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, note) for number in heeded}
         try:
@@ -286,7 +289,7 @@ class Launcher:
             self._display.ended(number, "finished")
         elif outcome.code == STOPPED:
             at = island.progress
-            # What a loop of a script has saved is up to the script.
+            # A script's own loop decides itself what to save.
             where = f"at step {at.step:,}{f' of {at.max_steps:,}' if at.max_steps else ''}"
             how = where if at.state == STOPPED_EARLY else "with a checkpoint"
             self._display.ended(number, f"stopped, {how}{outcome.error and f' ({outcome.error})'}")
@@ -295,7 +298,7 @@ class Launcher:
             self._display.ended(number, "ended")
         else:
             self._result.failed.append(number)
-            # Where the others go on, the summary at the end may be hours away.
+            # If the others continue, the summary at the end may be hours away.
             why = f": {outcome.error.splitlines()[0]}" if self._way_back and outcome.error else ""
             self._display.ended(number, f"failed, {outcome.ending}{why}")
             self._stop_others(island)
@@ -304,7 +307,7 @@ class Launcher:
         if not self._way_back:
             self._stop()
         elif self._stop_by is None and any(island.running for island in self._islands):
-            # What keeps an island from training mostly keeps it from that at the next start, too.
+            # An island that failed before training would mostly fail at the next start, too.
             first = "" if lost.progress.training_has_begun else "once its cause is gone, "
             self._display.note(f"the other {lost.unit}s go on; {first}{self._way_back}")
 
@@ -332,7 +335,7 @@ class Launcher:
             self._stop("Ctrl-C: " if number == signal.SIGINT else f"{number.name}: ")
 
     def _stop(self, reason: str = "") -> None:
-        """Asks what still runs to stop, once."""
+        """Asks the running islands to stop; no-op if already done."""
         running = [island for island in self._islands if island.running]
         if self._stop_by is not None or self._kill_by is not None or not running:
             return
@@ -360,7 +363,7 @@ class Launcher:
             self._display.note(f"{reason}waiting for {_names(ending)} to end (up to {self._grace:g} s)")
 
     def _end(self, reason: str = "") -> None:
-        """Ends what still runs without waiting for checkpoints."""
+        """Ends the running islands without waiting for checkpoints."""
         running = [island for island in self._islands if island.running]
         self._display.note(f"{reason}ending {_names(running)}")
         self._display.status("")

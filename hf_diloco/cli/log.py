@@ -1,7 +1,7 @@
-"""An island's `log.txt`: read as it grows, reduced to what a person wants to see, and read for how the island ended.
+"""An island's `log.txt`: follows it, filters lines worth showing, and determines how the island ended.
 
-Accelerate ends with 1 whatever its processes ended with and buries their error under its own traceback; both launchers
-that it uses write down the real code.
+Accelerate always exits with 1, whatever its processes' exit codes, and hides their error below its own traceback. Both
+launchers that it uses write the real code to the log.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _RANK = re.compile(r"^\[(?:rank|default)\d+\]:\s?")
 # Control sequences (colours, cursor movements) and other control characters that would disturb the progress bars.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f]")
 
-# A progress bar of tqdm's that has no line of its own: what a process says next stands behind it.
+# A progress bar of tqdm without a line end: a process's next output follows it on the same line.
 _BAR = re.compile(r"^(?:[^\[]*\|\s*[\d.]+\w?/[\d.]+\w?|\s*\d+it)\s\[[^\]]*\](?=\S)")
 
-# Any of tqdm's, also beyond its end.
+# Any progress bar of tqdm, also past its total.
 _ANY_BAR = r"^\s*\d+%\||\|\s\d+/\d+\s\[|^\s*\d+it\s\["
 
-# What the libraries say on every run and nobody needs to act on. All of it stays in log.txt.
+# Output of libraries in every run that needs no action. log.txt has all of it.
 _NOISE = re.compile(
     _ANY_BAR
     + r"""
@@ -51,27 +51,27 @@ _NOISE = re.compile(
     """,
     re.VERBOSE,
 )
-# From here on torchrun reports that processes have failed; `read_outcome` reads the report.
+# The start of torchrun's report on failed processes, which `read_outcome` parses.
 _LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/.* failed \(exitcode:")
 
 
 def clean(line: str) -> str:
-    """The line as text: what a terminal would show after carriage returns, without control sequences.
+    """Returns the text that a terminal would show after carriage returns, without control sequences.
 
-    Of a line that begins with a progress bar, what stands behind the bar.
+    Removes a progress bar at the beginning of a line.
     """
     return _BAR.sub("", _CONTROL.sub("", line.rstrip("\r\n").rsplit("\r", 1)[-1]).rstrip())
 
 
 class LogFollower:
-    """Reads the complete lines that were added to a log file since the last look."""
+    """Reads the complete lines that were added to a log file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = path.stat().st_size if path.exists() else 0
 
     def new_lines(self, unfinished: bool = False) -> list[str]:
-        """New lines, cleaned. A last line without its end waits, unless `unfinished` asks for it."""
+        """Returns new lines, cleaned. Keeps back a last line without line end, unless `unfinished` is true."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -85,9 +85,9 @@ class LogFollower:
 
 
 class UsefulLines:
-    """Passes on what is worth showing while a run goes on: no library noise, no tracebacks, no line twice in a row.
+    """Filters lines worth showing during a run: no library noise, no tracebacks, no repeated lines.
 
-    The error that ends an island is not lost: `read_outcome` finds it, and the launcher shows it at the end.
+    `read_outcome` still finds the error that ended an island, and the launcher shows it at the end.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class UsefulLines:
         if self._in_traceback:
             self._in_traceback = text.startswith((" ", "\t")) or not text
             return False
-        if _NOISE.search(line) or line == self._last:  # every rank of an island says the same
+        if _NOISE.search(line) or line == self._last:  # all ranks of an island print the same
             return False
         self._last = line
         return True
@@ -127,19 +127,19 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-_NOT_OF_AN_ERROR = re.compile(f"{_ANY_BAR}|For further information visit")  # a bar ends behind it
-_MAX_LINES_BETWEEN = 40  # of what other ranks say, between failures that belong together
+_NOT_OF_AN_ERROR = re.compile(f"{_ANY_BAR}|For further information visit")  # a progress bar may follow an error
+_MAX_LINES_BETWEEN = 40  # lines of other ranks between failures that belong together
 _MAX_TEXT_LINES = 8
 _NUM_TAIL_LINES = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """An island's end.
+    """How an island ended.
 
     Attributes:
         code: 0 finished, 3 stopped on request with a checkpoint, -N ended by signal N, else failed.
-        error: why it failed, one line or a few; empty when there was no error.
+        error: why it failed, one or a few lines; empty without an error.
     """
 
     code: int
@@ -157,7 +157,7 @@ class Outcome:
 
 
 def read_outcome(code: int, lines: list[str]) -> Outcome:
-    """The outcome of an island whose launcher ended with `code` after writing `lines`."""
+    """Returns the outcome of an island whose launcher exited with `code` after writing `lines`."""
     if code == FINISHED:
         return Outcome(FINISHED)
     if code > 128:
@@ -170,12 +170,14 @@ def read_outcome(code: int, lines: list[str]) -> Outcome:
 
 
 def root_error(lines: list[str], speaks_last: bool = True) -> str:
-    """The error that the training processes ended with; without one, their last few lines that are worth showing.
+    """Returns the error that ended the training processes; without one, their last few lines worth showing.
 
-    No process can say that it is killed: unless it `speaks_last`, its last lines are about something else.
+    The error is the first of the failures at the end of the log: later ones, in other ranks and in destructors, mostly
+    follow from it. Keeps further lines of its text, which may name a setting.
 
-    That is the first of the failures at the end of the log: what comes after it, in other ranks and in destructors,
-    mostly follows from it. Further lines of its text are kept, as those that name a setting.
+    Args:
+        lines: the log.
+        speaks_last: whether the last lines may explain the end; False for a killed process, which cannot log its end.
     """
     spoken = _without_launcher(lines)
     failures = _failures(spoken)
@@ -184,7 +186,7 @@ def root_error(lines: list[str], speaks_last: bool = True) -> str:
             return ""
         return "\n".join([line for line in spoken if not _NOISE.search(line)][-_NUM_TAIL_LINES:])
     first = failures[-1]
-    for failure in reversed(failures):  # an earlier one that was survived is none of them
+    for failure in reversed(failures):  # ignore earlier failures that the processes survived
         if first.begin - failure.end > _MAX_LINES_BETWEEN:
             break
         first = failure
@@ -193,7 +195,7 @@ def root_error(lines: list[str], speaks_last: bool = True) -> str:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error in a log: the numbers of its first line and of the line after its last, and its text."""
+    """An error in a log: the numbers of its first line and of the line after its last one, and its text."""
 
     begin: int
     end: int
@@ -201,7 +203,7 @@ class _Failure:
 
 
 def _failures(lines: list[str]) -> list[_Failure]:
-    """Errors in the order in which they begin; each rank's lines are read by themselves, as they come mixed."""
+    """Returns errors in the order in which they begin; separates the ranks' lines, which are interleaved."""
     ranks: dict[str, list[tuple[int, str]]] = {}
     for number, line in enumerate(lines):
         match = _RANK.match(line)
@@ -227,7 +229,7 @@ def _failures_of_rank(numbered: list[tuple[int, str]]) -> list[_Failure]:
             where = ""
             if line.startswith(_TRACEBACK):
                 while place < len(lines) and lines[place].startswith((" ", "\t")):
-                    if lines[place].startswith("    ") and lines[place].strip(" ~^"):  # which underline it
+                    if lines[place].startswith("    ") and lines[place].strip(" ~^"):  # lines that underline it
                         where = lines[place].strip()
                     place += 1
                 place += 1
@@ -244,7 +246,7 @@ def _failures_of_rank(numbered: list[tuple[int, str]]) -> list[_Failure]:
 
 
 def _end_of_text(lines: list[str], place: int) -> int:
-    """Where the text of an error ends: further lines of it are indented, or come before such a line."""
+    """Returns where the text of an error ends: its further lines are indented, or precede an indented line."""
     while place < len(lines) and lines[place].strip() and not lines[place].startswith((_TRACEBACK, *_IGNORED)):
         is_indented = lines[place].startswith((" ", "\t"))
         if not is_indented and not (place + 1 < len(lines) and lines[place + 1].startswith("  ")):
@@ -261,7 +263,7 @@ def _text(lines: list[str], where: str) -> str:
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
-    """Drops the part that accelerate or torchrun wrote after the processes had ended."""
+    """Drops what Accelerate or torchrun wrote after the processes had ended."""
     for number, line in enumerate(lines):
         if _LAUNCHER_TALK.search(line):
             begin = number

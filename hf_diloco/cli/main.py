@@ -1,4 +1,4 @@
-"""The `hf-diloco` program: its commands, those that start and compare runs among them."""
+"""The `hf-diloco` program: registers all commands, and defines those that start, report and compare runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def options(
 
 
 class _LaunchCommand(TyperCommand):
-    """What stands behind `--` is a command of the user's own."""
+    """Splits the arguments at `--`: what follows is a user's own command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--" in args:
@@ -287,7 +287,7 @@ def main() -> None:
     """The `hf-diloco` program. Errors of this package are one line on stderr (HF_DILOCO_DEBUG=1: a traceback)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # and not closed
-            stream.reconfigure(errors="replace")  # a terminal without some character loses that, not the whole text
+            stream.reconfigure(errors="replace")  # a terminal without a character loses only that character
     try:
         app(prog_name="hf-diloco")
     except (DiLoCoError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Commands around the place where islands meet: keep one, look at a run in it, check it, and make keys for it."""
+"""Commands around the rendezvous of islands: serve one, show a run's status, check the store, and make keys."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def dashboard(
         if not is_local:
             logger.warning("who reaches %s sees the run and its settings: there is no password", url_of(listener))
 
-        def tell(_: str) -> None:  # called once it serves, and Ctrl-C ends it as it should
+        def tell(_: str) -> None:  # called once the server runs and handles Ctrl-C
             print(f"open {url_of(listener)}/ in a browser; Ctrl-C ends this", flush=True)
 
         app = Dashboard(source, interval, is_local, prometheus).app()
@@ -268,15 +268,15 @@ def show(file: Annotated[Path, typer.Argument(metavar="FILE", help="that `hf-dil
 
 
 def open_listener(address: str, readers: str, allow_public_address: bool | None = None) -> socket.socket:
-    """Listens at HOST:PORT, which `readers` (as in "the islands") reach this machine by.
+    """Listens at HOST:PORT, an address at which `readers` (such as "the islands") reach this machine.
 
     Args:
         address: HOST:PORT.
-        readers: for messages.
-        allow_public_address: the option of that name; None for a command that has none.
+        readers: who connects, for messages.
+        allow_public_address: the option of this name; None for a command without it.
 
     Raises:
-        ConfigError: the address is none, or public, or not this machine's; or the port is in use.
+        ConfigError: the address is invalid, public, or not this machine's; or the port is in use.
     """
     try:
         host, port = split_tcp_url(f"tcp://{address}")
@@ -299,7 +299,7 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address of a listening socket, as `http://HOST:PORT`."""
+    """Returns the address of a listening socket, as `http://HOST:PORT`."""
     return f"http://{host_and_port(*listener.getsockname()[:2])}"
 
 

@@ -1,4 +1,4 @@
-"""From a run file to the commands that start its islands on this machine. Starts nothing, writes nothing."""
+"""Plans the commands that start a run's islands on this machine. Starts nothing, writes nothing."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _FOREIGN = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|ACCELERATE_USE_(CPU|DEEPSPEED|FSDP)"
     r"|TORCHELASTIC_(USE_AGENT_STORE|RUN_ID|ERROR_FILE)|(PET|OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD)_.*"
 )
-"""What another launcher, as torchrun, mpirun, or the one of a cluster, left in the environment would make an island
-think that it is part of that one's world."""
+"""Variables of other launchers (torchrun, mpirun, a cluster's). If an island inherited them, it would join the other
+launcher's world."""
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What `hf-diloco launch` was asked for.
+    """The options of `hf-diloco launch`.
 
     Attributes:
         run_file: path of the YAML file.
@@ -58,11 +58,11 @@ class LaunchOptions:
     resume: str | None = None
 
     def all_overrides(self, kind: type[BaseRun]) -> list[str]:
-        """The overrides with the shorthands, which win; but for the island, of which each process has its own."""
+        """Returns the overrides and the shorthands, which win; without the island, which differs between processes."""
         return [*self.overrides, *shorthands(kind, {**vars(self), "island": None})]
 
     def resume_command(self, run: BaseRun) -> str:
-        """The command line that continues the run."""
+        """Returns the command line that continues the run."""
         options = {
             f"--{run.unit}": self.island,
             f"--num-{run.unit}s": self.num_islands,
@@ -77,13 +77,13 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class IslandPlan:
-    """How one island, or node, is started.
+    """How to start one island or node.
 
     Attributes:
-        folder: its own, in the run folder.
+        folder: its own folder, in the run folder.
         environment: changes to the launcher's environment; None removes a variable.
-        files: files that are written before the start, by path.
-        unit: what it is called: island, or node.
+        files: contents of files to write before the start, by path.
+        unit: what it is called: island or node.
     """
 
     number: int
@@ -94,19 +94,19 @@ class IslandPlan:
     unit: str = "island"
 
     def shell_line(self) -> str:
-        """The command with its environment, to be pasted into a shell."""
+        """Returns the command with its environment, as a line for a shell."""
         changes = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items() if value is not None]
         return " ".join([*changes, shlex.join(self.command)])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be started here: `islands`, of `num_islands` in the run.
+    """The islands to start here: `islands`, out of `num_islands` in the run.
 
     Attributes:
         rendezvous: where all islands meet; None for a run of one.
-        survives_losses: whether the others go on when one is lost.
-        crowding: that they share devices, or have more threads than this machine has cores; empty if neither.
+        survives_losses: whether the others continue when one is lost.
+        crowding: a warning that they share devices, or have more threads than this machine has cores; else empty.
     """
 
     folder: Path
@@ -118,19 +118,19 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """As each island's."""
+        """What the islands are called."""
         return self.islands[0].unit
 
     @property
     def way_back(self) -> str:
-        """How one that was lost comes back to the others, who go on; empty if they do not."""
+        """How a lost island rejoins while the others continue; empty if they do not."""
         if not self.survives_losses:
             return ""
         command = f"the same command with --{self.unit} K --rendezvous {self.rendezvous} brings {self.unit} K back"
         return f"{command}, but not node 0" if self.unit == "node" else command
 
     def describe(self, remark: str = "") -> str:
-        """What is being started, of how many, where they meet, and where the logs are."""
+        """Returns which islands are started, out of how many, where they meet, and where the logs are."""
         who = counted(len(self.islands), self.unit)
         if len(self.islands) != self.num_islands:
             number = self.islands[0].number
@@ -141,7 +141,7 @@ class Plan:
 
 
 def is_from_environment(variable: str, value: object) -> bool:
-    """Whether the environment says what a launch goes by; it may be left over from another run."""
+    """Whether an environment variable has this value; it may be left over from another run."""
     return os.environ.get(variable) == str(value)
 
 
@@ -150,9 +150,9 @@ def _told_by(variable: str, value: object) -> str:
 
 
 def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
-    """Checks everything that can be checked before a process starts; `run`: as `load_options` has read it.
+    """Plans a launch, and checks everything that can be checked before a process starts.
 
-    Raises `ConfigError` when the options or this machine do not fit.
+    `run` is the result of `load_options`. Raises `ConfigError` if the options or this machine do not fit.
     """
     numbers = range(run.meeting.num_islands) if options.island is None else [options.island]
     num_processes, config_file = _processes(run)
@@ -187,12 +187,12 @@ def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
 def island_environment(
     number: int, num_islands: int, rendezvous: str | None, threads: str, share: Sequence[str]
 ) -> dict[str, str | None]:
-    """What an island's processes find in their environment, whatever program they run; None: removed.
+    """Returns the environment variables of an island's processes, for any program; None removes a variable.
 
     Args:
-        number, num_islands, rendezvous: who it is, of how many, and where they meet.
-        threads: of each process.
-        share: the CUDA devices that are the island's.
+        number, num_islands, rendezvous: the island's number, the number of islands, and where they meet.
+        threads: threads of each process.
+        share: the island's CUDA devices.
     """
     return {
         **dict.fromkeys(filter(_FOREIGN.fullmatch, os.environ)),
@@ -210,31 +210,31 @@ def island_environment(
 
 
 def leave_other_launchers() -> None:
-    """Removes from this process what keeps an island out of another launcher's world, before libraries join that."""
+    """Removes other launchers' variables from this process, before libraries join the other launcher's world."""
     for name in filter(_FOREIGN.fullmatch, tuple(os.environ)):
         del os.environ[name]
 
 
 def _spins() -> str | None:
-    """How often a thread of PyTorch's on Linux looks for work before it sleeps.
+    """Returns how often an OpenMP thread of PyTorch on Linux spins before it sleeps.
 
-    Its default, 300,000, is for who has the cores alone. Where islands or others share them, steps take up to fifty
-    times as long. 1,000 is what it takes by itself where a process has more threads than there are cores.
+    The default of 300,000 suits a process that has the cores alone. If islands or other programs share them, steps
+    take up to fifty times as long. OpenMP itself uses 1,000 if a process has more threads than there are cores.
     """
     return os.environ.get("GOMP_SPINCOUNT") or (None if "OMP_WAIT_POLICY" in os.environ else "1000")
 
 
 def load_options(options: LaunchOptions, trains_here: bool = True) -> BaseRun:
-    """The run file with all overrides.
+    """Reads the run file with all overrides.
 
-    Raises `ConfigError` if the file or an override does not fit; with `trains_here`, also if this machine lacks a
+    Raises `ConfigError` if the file or an override is invalid; with `trains_here`, also if this machine lacks a
     library that the run needs.
     """
     kind = kind_of(options.run_file)
     island = kind.setting("island")
     if any(item.replace(" ", "").startswith(f"{island}=") for item in options.overrides):
         raise ConfigError(f"{island} on the command line: start one {kind.unit} with --{kind.unit} NUMBER")
-    # Starting all islands, this one's number is of no interest, wherever it may come from.
+    # When starting all islands, a number from the file or the environment does not matter.
     run = read_run_file(kind, options.run_file, [*options.all_overrides(kind), f"{island}={options.island or 0}"])
     run.check()
     if trains_here:
@@ -243,7 +243,7 @@ def load_options(options: LaunchOptions, trains_here: bool = True) -> BaseRun:
 
 
 def _processes(run: BaseRun) -> tuple[int, Path | None]:
-    """Processes of one island, and the user's accelerate configuration if there is one."""
+    """Returns the number of processes of one island, and the user's Accelerate configuration if there is one."""
     num_processes, path = run.launch.num_processes, None
     if run.accelerate is not None:
         path = Path(run.accelerate)
@@ -256,9 +256,9 @@ def _processes(run: BaseRun) -> tuple[int, Path | None]:
 
 
 def place_to_meet(meeting: DiLoCoBlock | GossipBlock, unit: str, island: int | None, free_port: int) -> str | None:
-    """Where the islands, or nodes, meet: as their settings say, else at a port of this machine if all start here.
+    """Returns where the islands or nodes meet: by their settings, else at a port of this machine if all start here.
 
-    `island`: the only one to start here; None starts all. Raises `ConfigError` if they cannot meet there.
+    `island` is the only one to start here; None starts all. Raises `ConfigError` if they cannot meet there.
     """
     given = meeting.rendezvous
     if meeting.num_shares > 1 and island is not None and given is None and is_from_environment(ENV_ISLAND, island):
@@ -267,11 +267,11 @@ def place_to_meet(meeting: DiLoCoBlock | GossipBlock, unit: str, island: int | N
             f"the others: give --rendezvous, or unset {ENV_ISLAND} to start all {unit}s on this machine"
         )
     if island is not None and meeting.enabled:
-        given = meeting.resolve().rendezvous  # several islands without one are refused here
+        given = meeting.resolve().rendezvous  # raises if several islands have no rendezvous
     elif given is None and island is None and meeting.num_shares > 1:
         given = f"tcp://127.0.0.1:{free_port}"
         if meeting.enabled:
-            meeting.model_copy(update={"rendezvous": given}).resolve()  # refuses what needs another place to meet
+            meeting.model_copy(update={"rendezvous": given}).resolve()  # raises if a setting needs another rendezvous
         return given
     if given is not None and not is_object_store(given) and island in (None, 0):
         devices.check_port_is_free(given)

@@ -1,6 +1,6 @@
-"""`hf-diloco launch`: plan, start, show, end; or, with `--simulate N`, all islands as threads of this process.
+"""`hf-diloco launch`: plans, starts and shows islands; with `--simulate N`, runs them as threads of this process.
 
-At the end it says how it went: the report of a finished run, how to resume a stopped one, why one failed.
+At the end it prints the report of a finished run, how to resume a stopped one, or why a run failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     """Runs `hf-diloco launch` and returns its exit code, see `hf_diloco.cli.launch`.
 
     Raises:
-        DiLoCoError: when the run file, the options or this machine do not fit; nothing was started then.
+        DiLoCoError: the run file, the options or this machine do not fit; nothing has been started.
     """
     run = load_options(options)
     if dry_run:
@@ -49,7 +49,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
 
 
 def run_islands(plan: Plan, summary: str, out: Console, grace: float) -> Result:
-    """Starts islands, shows them on `out` below `summary`, and returns when all have ended; see `Launcher`."""
+    """Starts islands, shows them on `out` after `summary`, and returns when all have ended; see `Launcher`."""
     display = make_display(out, [island.number for island in plan.islands], plan.unit)
     launcher = Launcher(plan.islands, display, grace, plan.way_back)
     for note in filter(None, (summary, plan.crowding)):
@@ -58,7 +58,7 @@ def run_islands(plan: Plan, summary: str, out: Console, grace: float) -> Result:
 
 
 def print_commands(plan: Plan) -> None:
-    """Prints what would be started, as lines for a shell."""
+    """Prints the commands that would be started, as lines for a shell."""
     out = output()
     for island in plan.islands:
         out.out(f"# {island.unit} {island.number}", highlight=False)
@@ -68,11 +68,11 @@ def print_commands(plan: Plan) -> None:
 
 
 def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = False) -> int:
-    """Trains all islands, or nodes, in this process, prints the report, and returns the exit code.
+    """Trains all islands or nodes in this process, prints the report, and returns the exit code.
 
     Raises:
-        ConfigError: an option is for islands that are processes, or a setting is wrong.
-        DiLoCoError: the first error that an island met.
+        ConfigError: an option applies only to islands in processes of their own, or a setting is wrong.
+        DiLoCoError: the first error of an island.
     """
     island = None if is_from_environment(ENV_ISLAND, options.island) else options.island
     given = {"--island": island, "--rendezvous": options.rendezvous, "--islands": options.num_islands}
@@ -123,7 +123,7 @@ def print_ending(result: Result, run: BaseRun, options: LaunchOptions, out: Cons
 
 def print_failures(result: Result, err: Console) -> None:
     """Prints why islands failed."""
-    # What was killed comes first: an island that only lost its peer may have ended sooner.
+    # Killed islands come first: an island that only lost its peer may have ended earlier.
     failed = sorted(
         (i for i in result.islands if i.number in result.failed), key=lambda i: result.outcome(i).code >= 0
     )

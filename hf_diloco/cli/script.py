@@ -1,8 +1,8 @@
-"""`hf-diloco launch -- COMMAND`: islands on this machine that run a script of the user's own.
+"""`hf-diloco launch -- COMMAND`: starts islands on this machine that run a user's own script.
 
-The script finds who it is in the environment, as `DiLoCoConfig` and `GossipConfig` read it. With a `DiLoCoCallback` or
-a `GossipCallback` it also shows its progress, and ends with a checkpoint when it is asked to stop; with an `OuterLoop`
-it does the latter if it calls `should_stop`.
+Environment variables identify each island; `DiLoCoConfig` and `GossipConfig` read them. With a `DiLoCoCallback` or a
+`GossipCallback` the script also reports its progress, and stops with a checkpoint on request; with an `OuterLoop` it
+stops on request if it calls `should_stop`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _LAUNCHERS = {
     "torch.distributed.run": "--master_port",
     "torchrun": "--master_port",
 }
-"""Launchers of an island's ranks, as programs and behind `python -m`, with the option for the port at which the ranks
-meet: each island needs another."""
+"""Launchers of an island's ranks, as programs and as modules of `python -m`, with the option for the port at which the
+ranks meet: each island needs a different port."""
 
 
 def run_script(plan: Plan, *, grace: float, dry_run: bool) -> int:
@@ -77,14 +77,14 @@ def plan_script(
     name: str | None = None,
     output: str | None = None,
 ) -> Plan:
-    """Checks what can be checked before a process starts; raises `ConfigError` when something does not fit.
+    """Plans a launch, and checks what can be checked before a process starts; raises `ConfigError` on a mistake.
 
     Args:
         command: program and arguments.
         island: the only island to start here; None starts all.
-        num_islands: in the run; None: as the environment says, else one.
-        rendezvous: where they meet; None: as the environment says, else on this machine.
-        name: of the run; None: the script's.
+        num_islands: islands in the run; None: from the environment, else one.
+        rendezvous: where they meet; None: from the environment, else on this machine.
+        name: name of the run; None: the script's name.
         output: the folder of run folders.
     """
     command = _with_program(command)
@@ -98,7 +98,7 @@ def plan_script(
     place = place_to_meet(meeting, "island", island, port)
     num_processes = _num_processes(command)
     threads = devices.fitting_threads(len(numbers) * num_processes)
-    found = devices.cuda_devices()  # of fewer than an island has processes, all are every island's
+    found = devices.cuda_devices()  # if fewer than an island's processes, every island gets all
     per_island = max(min(num_processes, len(found)), len(found) // len(numbers))
     shares = devices.share_devices(found, len(numbers), per_island)
     folder = Path(output or "runs") / (name or _name(command))
@@ -114,9 +114,9 @@ def plan_script(
 
 
 def _with_program(command: Sequence[str]) -> tuple[str, ...]:
-    """The command with its program's path: of this environment if it is there, so that `python` has hf_diloco.
+    """Returns the command with its program's path, first from this environment, so that `python` has hf_diloco.
 
-    Raises `ConfigError` if there is no such program, or no such script.
+    Raises `ConfigError` if the program or the script does not exist.
     """
     if not command:
         raise ConfigError("nothing stands behind `--`: hf-diloco launch --islands 2 -- python my_script.py")
@@ -131,14 +131,14 @@ def _with_program(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _name(command: Sequence[str]) -> str:
-    """A run's name: that of the script, without its ending."""
+    """Returns the run's name: the script's name without its extension."""
     scripts = [Path(word).stem for word in command if word.endswith(".py")]
     modules = [word for flag, word in pairwise(command) if flag == "-m" and word not in _LAUNCHERS]
     return (scripts or modules or [Path(command[0]).name])[0]
 
 
 def _launcher(command: Sequence[str]) -> tuple[int, str] | None:
-    """Where the options of a launcher of ranks begin, and the one for their port; None where a command starts none."""
+    """Returns where a rank launcher's options begin, and its option for the port; None if it is no rank launcher."""
     is_python = _PYTHON.fullmatch(Path(command[0]).name) and "-m" in command
     place = command.index("-m") + 1 if is_python else 0
     for end in (place + 1, place + 2):
@@ -149,14 +149,14 @@ def _launcher(command: Sequence[str]) -> tuple[int, str] | None:
 
 
 def _options(command: Sequence[str]) -> list[str]:
-    """Those of the launcher, if a command starts one, without those of the script."""
+    """Returns the rank launcher's options, without those of the script; empty without a launcher."""
     found = _launcher(command)
     words = command[found[0] :] if found else ()
     return list(takewhile(lambda word: not word.endswith(".py") and word not in ("-m", "--module"), words))
 
 
 def _num_processes(command: Sequence[str]) -> int:
-    """Processes of an island, as the command says to a launcher; one if it does not."""
+    """Returns the processes of an island, from the launcher's options; 1 without them."""
     options = _options(command)
     for word, following in pairwise([*options, ""]):
         if match := _NUM_PROCESSES.fullmatch(word):
@@ -166,7 +166,7 @@ def _num_processes(command: Sequence[str]) -> int:
 
 
 def _with_port(command: Sequence[str], port: int, num_islands: int) -> tuple[str, ...]:
-    """The command; where it starts a launcher of ranks, with a port that no other island has."""
+    """Returns the command; if it is a rank launcher, with a port that no other island uses."""
     if (found := _launcher(command)) is None:
         return tuple(command)
     place, option = found

@@ -1,4 +1,4 @@
-"""Looks at a run where its islands meet: `hf-diloco status`, once or again and again, and `hf-diloco store check`."""
+"""Reads a run's state from its rendezvous: `hf-diloco status`, once or repeatedly, and `hf-diloco store check`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from hf_diloco.utils.tables import empty_table, fact_table, output, plain, print
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url
 
 MAX_FAILURES = 3
-"""Looks one after the other at a store that island 0 keeps, until that counts as gone."""
+"""Failures in a row after which a store hosted by island 0 counts as gone."""
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
-_LONG = ("host", "left out")  # which give way where the terminal is narrow
+_LONG = ("host", "left out")  # shortened on a narrow terminal
 _LIFE_STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
 _KIND_STYLES = {
     "damaged": "bold red",
@@ -37,12 +37,13 @@ _KIND_STYLES = {
 
 
 def run_status(run: str, key_file: Path | None, interval: float | None, num_rounds: int, as_json: bool) -> None:
-    """Runs `hf-diloco status`, see its options; `interval` is None for a single look.
+    """Runs `hf-diloco status`, see its options; `interval` is None to show the status once.
 
     Raises:
-        ConfigError: there is no such folder, or the URL or the key cannot be one.
-        RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
-        StoreError: the store does not answer; once it has, watching goes on regardless, unless island 0 keeps it.
+        ConfigError: the folder does not exist, or the URL or the key is invalid.
+        RendezvousError: there is no run, or it has another key, or the store cannot be opened.
+        StoreError: the store does not answer. While watching, later failures only print a warning, unless island 0
+            hosts the store.
     """
     url = _rendezvous_of(run)
     check_url(url, "status", may_be_tcp=True)
@@ -66,7 +67,7 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
 
 
 def _rendezvous_of(run: str) -> str:
-    """Where the islands of a run meet."""
+    """Returns the rendezvous of a run's islands."""
     if ":" in run.partition("/")[0]:
         return run
     found = load_run(run)
@@ -81,9 +82,9 @@ def _rendezvous_of(run: str) -> str:
 
 
 def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
-    """Raises `ConfigError` unless a run's islands can meet there in a store that a command can look at.
+    """Raises `ConfigError` unless the URL is one of a store that a command can read.
 
-    `may_be_tcp`: it can look at what island 0 keeps at tcp://HOST:PORT, too.
+    `may_be_tcp`: the command can also read island 0's store at tcp://HOST:PORT.
     """
     if may_be_tcp and url.startswith("tcp:"):
         split_tcp_url(url)
@@ -99,13 +100,13 @@ def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
 
 
 def _watch(observer: Observer, interval: float, show: Callable[[RunStatus], object]) -> None:
-    """Shows one look after the other until the run is over; at tcp:// its store ends with it."""
+    """Shows the status repeatedly until the run is over; at tcp:// the store ends with the run."""
     num_failures = 0
     while True:
         begun = time.monotonic()
         try:
             status = observer.look()
-        except StoreError as error:  # the run goes on without the store for a while, and so does this
+        except StoreError as error:  # a run survives an outage of the store, and so does this
             num_failures += 1
             if observer.is_of_tcp and num_failures >= MAX_FAILURES:
                 raise
@@ -120,7 +121,7 @@ def _watch(observer: Observer, interval: float, show: Callable[[RunStatus], obje
 
 @contextlib.contextmanager
 def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
-    """Where looks go: one place on a terminal, one after the other elsewhere."""
+    """Yields a function that shows a status: in place on a terminal, one after the other elsewhere."""
     console = output()
     if as_json:
         yield lambda status: print(status.model_dump_json(), flush=True)
@@ -134,7 +135,7 @@ def _display(as_json: bool) -> Iterator[Callable[[RunStatus], object]]:
 
 
 def render(status: RunStatus) -> Group:
-    """The run's figures, a row for each island and each of the last rounds, and what was refused."""
+    """Returns the run's figures, a row for each island and each of the last rounds, and refused objects."""
     columns = island_columns(status)
     islands, rounds = (empty_table(names, _WORDS, _LONG) for names in (columns, ROUND_COLUMNS))
     for island in status.islands:
@@ -155,11 +156,11 @@ def render(status: RunStatus) -> Group:
 
 
 def run_check(url: str, key_file: Path | None, *, is_deep: bool, repair: bool, as_json: bool) -> int:
-    """Runs `hf-diloco store check`, see its options; returns the exit code: 0 if there is nothing to be done, else 1.
+    """Runs `hf-diloco store check`, see its options; returns the exit code: 0 if nothing needs to be done, else 1.
 
     Raises:
-        ConfigError: the URL or the key cannot be one.
-        RendezvousError: there is no run, or it was begun with another key, or the store cannot be opened.
+        ConfigError: the URL or the key is invalid.
+        RendezvousError: there is no run, or it has another key, or the store cannot be opened.
         StoreError: the store does not answer.
     """
     check_url(url, "store check")

@@ -1,4 +1,4 @@
-"""`hf-diloco topology`: what a graph of decentralised training does, and costs."""
+"""`hf-diloco topology`: shows the properties and the traffic of a graph for decentralised training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_diloco.methods.topology import Topology
 
 DEFAULT_NODES = 8
-NUM_DRAWN = 4  # steps that are shown of weights without a period
+NUM_DRAWN = 4  # steps shown if the weights have no period
 _NUM_PRINTED = 4  # steps in the terminal; --json has the whole period
 _WIDEST = 12  # nodes up to which the matrix fits in a terminal
 _BYTES_PER_VALUE = 4  # fp32
@@ -35,9 +35,9 @@ class Step:
     """A graph at one step.
 
     Attributes:
-        weights: W, row by row; row i is what node i gives to each node's vector.
-        receives_from: of each node, without itself.
-        sends_to: of each node, without itself.
+        weights: W, row by row; row i has node i's weights of all nodes' vectors.
+        receives_from: for each node, the nodes it receives from, without itself.
+        sends_to: for each node, the nodes it sends to, without itself.
     """
 
     weights: list[list[float]]
@@ -47,17 +47,17 @@ class Step:
 
 @dataclass(frozen=True)
 class TopologyFigures:
-    """What the command shows.
+    """The figures that the command shows.
 
     Attributes:
-        name, num_nodes, period, is_symmetric, rho, spectral_gap: as `Topology`'s.
+        name, num_nodes, period, is_symmetric, rho, spectral_gap: see `Topology`.
         largest_stable_beta: see `hf_diloco.methods.topology.stability`.
         num_parameters: values in the model.
-        bytes_per_step: fp32 bytes that a node sends at a step if it sends its vector to each receiver; the mean over
+        bytes_per_step: fp32 bytes that a node sends per step if it sends its vector to each receiver: the mean over
             nodes and steps.
-        most_bytes_per_step: the same, of the node and step with the most.
+        most_bytes_per_step: the same, for the node and step with the most.
         all_reduce_bytes: bytes that a node sends in a ring all-reduce of the same vector.
-        steps: those of a period; of weights without one, the first 4.
+        steps: the steps of a period; without a period, the first 4.
     """
 
     name: str
@@ -135,7 +135,7 @@ def topology(
 
 
 def measure(topology: Topology, num_parameters: int) -> TopologyFigures:
-    """The figures of a graph for a model of so many values."""
+    """Computes the figures of a graph, for a model of `num_parameters` values."""
     import numpy as np
 
     from hf_diloco.methods.topology import largest_stable_beta
@@ -173,7 +173,7 @@ def _step(topology: Topology, step: int) -> Step:
 
 
 def render(figures: TopologyFigures) -> Group:
-    """The figures, and a table of weights and neighbours for each of the first steps."""
+    """Returns the figures, and a table of weights and neighbours for each of the first steps."""
     from rich.console import Group
 
     from hf_diloco.utils.tables import fact_table
@@ -208,7 +208,7 @@ def _rows(figures: TopologyFigures) -> list[tuple[str, str]]:
 
 
 def _step_table(step: Step, title: str, figures: TopologyFigures) -> Table:
-    """A row for each node: its weights, unless they are too many, and its neighbours."""
+    """Returns a table with a row for each node: its weights, unless there are too many nodes, and its neighbours."""
     from hf_diloco.utils.tables import empty_table
 
     with_weights = figures.num_nodes <= _WIDEST
@@ -223,7 +223,7 @@ def _step_table(step: Step, title: str, figures: TopologyFigures) -> Table:
 
 
 def _weight(value: float) -> str:
-    """A weight as a fraction, if it is one: 1/3; nothing is a dot."""
+    """Returns a weight as a fraction if it is one, such as 1/3; 0 as a dot."""
     fraction = Fraction(value).limit_denominator(99)
     if not value:
         return "·"

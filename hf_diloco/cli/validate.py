@@ -1,6 +1,6 @@
-"""`hf-diloco validate`: everything about a run that shows without starting it, and what does not.
+"""`hf-diloco validate`: checks everything about a run that can be checked without starting it.
 
-What `hf-diloco launch --dry-run` tries, too, is here.
+`hf-diloco launch --dry-run` makes the same checks of the settings, with `check_all`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hf_diloco.utils.urls import is_object_store
 T = TypeVar("T")
 
 _CHECKPOINT_BYTES = 20
-"""A parameter: fp32 weights and two moments, outer parameters and momentum."""
+"""Bytes per parameter: fp32 weights and two moments, outer parameters and momentum."""
 
 _KEPT = 2
 _OTHER_MEMORY = 1e9
-"""Bytes of a process beside what depends on the model: PyTorch, Trainer, DeepSpeed."""
+"""Bytes of a process that do not depend on the model: PyTorch, Trainer, DeepSpeed."""
 
 
 def run_validate(options: LaunchOptions, as_json: bool) -> int:
     """Runs `hf-diloco validate`; returns its exit code: 1 if the run would fail here, else 0.
 
     Raises:
-        ConfigError: the run file, the options or what they name cannot be used; all problems at once.
+        ConfigError: the run file, the options, or files they name are unusable; the message has all problems.
     """
     run = load_options(options)
     leave_other_launchers()
@@ -47,10 +47,19 @@ def run_validate(options: LaunchOptions, as_json: bool) -> int:
 
 
 def check_all(run: BaseRun, first: Callable[[], T]) -> T:
-    """Tries what an island would check before its first step, but for the others. Starts and writes nothing.
+    """Makes the checks of an island before its first step, except those with other islands. Starts and writes nothing.
 
-    It loads the libraries, which takes seconds, and reads a little of the data. Before that it tries `first`, which
-    raises `DiLoCoError`, and whose value it returns. Raises `ConfigError`, naming every problem.
+    Imports the libraries, which takes seconds, and reads a little of the data.
+
+    Args:
+        run: the run file.
+        first: called before the checks; may raise `DiLoCoError`.
+
+    Returns:
+        The value of `first`.
+
+    Raises:
+        ConfigError: `first` or a check failed; the message has all problems.
     """
     use_cache_without_hub(run.needs_hub)  # before the libraries are imported
     own: list[Callable[[], object]] = [partial(_try_training, run), *([check_login] if run.push_to_hub else [])]
@@ -67,7 +76,7 @@ def check_all(run: BaseRun, first: Callable[[], T]) -> T:
 
 
 def _try_training(run: BaseRun) -> None:
-    """As an island does, but for one rank, and without what needs a process group: DeepSpeed, and its backend."""
+    """Creates the Trainer's arguments as an island does, but for one rank without process group; checks DeepSpeed."""
     check_training(run.training)
     fsdp = run.fsdp and run.fsdp.model_copy(update={"num_replicas": 1})
     training = {name: value for name, value in run.training.items() if name not in ("report_to", "ddp_backend")}
@@ -96,7 +105,7 @@ def _settings(run: BaseRun, plan: Plan) -> Iterable[Finding]:
 
 
 def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
-    """Memory and disk that the model needs."""
+    """Checks the memory and disk that the model needs."""
     import torch
 
     from hf_diloco.planning.equations import Link
@@ -128,7 +137,7 @@ def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
 
 
 def _device_memory(needed: float, num_sharing: int) -> Finding:
-    """Whether the states of those who share a device fit into it.
+    """Checks that the states of all ranks on a device fit into its memory.
 
     Args:
         needed: bytes of one rank.
@@ -153,7 +162,7 @@ def _host_memory(needed: float) -> Finding:
 
 
 def _not_tried(run: BaseRun, plan: Plan) -> Iterable[Finding]:
-    """What only a run can show."""
+    """Lists what only a run can show."""
     parts = ["the training itself, and whether its activations fit"]
     if run.meeting.num_islands > len(plan.islands):
         parts.append(f"the other {text.plural(run.unit, 2)} (on each of them: hf-diloco validate)")

@@ -1,4 +1,4 @@
-"""`hf-diloco doctor`: finds what would keep a run from working on this machine, with remedies; and `hf-diloco env`."""
+"""`hf-diloco doctor`: finds problems of this machine that would break a run, with remedies; and `hf-diloco env`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from hf_diloco.utils.redact import redact
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "obstore", "numba", "numpy", "pydantic")
 _PREFIXES = ("HF_DILOCO_", "GLOO_", "NCCL_", "OMP_", "CUDA_VISIBLE", "ACCELERATE_", "DS_", "TORCH_")
-"""What a report of a bug should say: versions of these packages, and variables that begin so."""
+"""For bug reports: versions of these packages, and environment variables with these prefixes."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        check: what was looked at, as "deepspeed" or "host name".
-        level: "problem": a run will fail; "warning": it may, or will be slow; "ok".
-        text: what was found.
-        remedy: what to do; empty if there is nothing to be done.
+        check: what was checked, such as "deepspeed" or "host name".
+        level: "problem": a run will fail; "warning": a run may fail or be slow; "ok".
+        text: the result in words.
+        remedy: what to do; empty if nothing.
     """
 
     check: str
@@ -52,22 +52,22 @@ Check = Callable[[], Iterable[Finding]]
 def judge(
     check: str, is_fine: bool, text: str, remedy: str, otherwise: Literal["warning", "problem"] = "warning"
 ) -> Finding:
-    """The same figures, whether they are fine or else need a remedy."""
+    """Returns a finding that is ok, or else has the level `otherwise` and the remedy."""
     return Finding(check, "ok", text) if is_fine else Finding(check, otherwise, text, remedy)
 
 
 def run_checks(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
-    """All findings, as they come. A check that fails by itself is a warning, under its name: the others go on."""
+    """Yields all findings as they come. If a check raises, yields a warning with its name, and continues."""
     for name, check in checks:
         try:
             yield from check()
-        except Exception as error:  # whatever the machine has in store
+        except Exception as error:  # checks may raise anything
             reason = str(error).partition("\n")[0] or type(error).__name__
             yield Finding(name, "warning", f"this could not be looked at ({reason})", "look at it by hand")
 
 
 def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
-    """Prints findings as they come, and how many of them matter; returns the exit code: 1 if there is a problem."""
+    """Prints findings as they come, and their numbers; returns the exit code: 1 if there is a problem, else 0."""
     from hf_diloco.utils.tables import output
 
     console = output()
@@ -90,7 +90,7 @@ def show_findings(findings: Iterable[Finding], as_json: bool) -> int:
 
 
 def checks(store: str | None, peer: str | None, port: int | None, folder: Path) -> Iterator[tuple[str, Check]]:
-    """What `hf-diloco doctor` looks at, see its options; raises `ConfigError` for an address that cannot be one."""
+    """Yields the checks of `hf-diloco doctor`, by its options; raises `ConfigError` for an invalid address."""
     from hf_diloco.cli.doctor import machine, network
 
     yield "versions", machine.check_versions
@@ -160,7 +160,7 @@ def doctor(
     """
     if listen is not None:
         raise typer.Exit(answer(listen))
-    chosen = [*checks(store, peer, port, folder)]  # addresses are checked before anything is looked at
+    chosen = [*checks(store, peer, port, folder)]  # validates addresses before any check runs
     raise typer.Exit(show_findings(run_checks(chosen), as_json))
 
 
@@ -181,7 +181,7 @@ def env(as_json: AsJson = False) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Names and values, in the order in which they are read; without secrets."""
+    """Returns facts about the environment by name, in the order to print them; without secrets."""
     import psutil
 
     gpus = cuda_devices()
@@ -199,7 +199,7 @@ def _environment() -> dict[str, str]:
 
 
 def _cuda() -> str:
-    """That PyTorch was built for; its name says it without an import."""
+    """Returns the CUDA version that PyTorch was built for."""
     try:
         import torch
     except (ImportError, OSError) as error:

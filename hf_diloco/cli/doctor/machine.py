@@ -1,4 +1,4 @@
-"""This machine: versions that do not go together, what PyTorch and DeepSpeed lack, memory, disk and limits."""
+"""Checks of this machine: package versions, GPUs, what PyTorch and DeepSpeed need, memory, disk and limits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from hf_diloco.utils.extras import EXTRAS, installed_version, is_installed
 
 PACKAGE = "hf-diloco"
 KNOWN_BAD = (("deepspeed", "<0.19.8", "with Gloo, ZeRO-3 reads parameters before they have arrived"),)
-"""Name, versions, and what goes wrong with them."""
+"""Name, bad versions, and what goes wrong with them."""
 
 LEAST_FILES = 4096
-"""A process of an island holds a connection to each other island, its data, and checkpoints that it writes."""
+"""Open files that a process may need: connections to all other islands, data, and checkpoints."""
 
 LEAST_MEMORY = 4 << 30
 LEAST_DISK = 10 << 30
@@ -37,7 +37,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def check_versions() -> Iterator[Finding]:
-    """All packages that hf_diloco needs, and of its extras those that are there, by the versions that were tested."""
+    """Compares the versions of all required packages, and of installed optional ones, with the tested versions."""
     from packaging.requirements import Requirement
 
     found = f"Python {sys.version.split()[0]}"
@@ -76,14 +76,14 @@ def _wrong_version(name: str, installed: str, wanted: str) -> Finding:
 
 
 def check_driver() -> Iterator[Finding]:
-    """Whether NVIDIA's driver answers, where there is one: else a machine with GPUs looks like one without."""
-    if _VISIBLE in os.environ:  # nobody asks the driver
+    """Checks that an installed NVIDIA driver answers: otherwise a machine with GPUs looks like one without."""
+    if _VISIBLE in os.environ:  # then the driver is never asked
         return
     remedy = f"restart the machine, or install the driver again; to train on the CPU, set {_VISIBLE}= (empty)"
     try:
         code, told = ask_driver()
     except ConfigError as error:
-        os.environ[_VISIBLE] = ""  # the other checks would wait for it, too
+        os.environ[_VISIBLE] = ""  # so that the other checks do not wait for it, too
         yield Finding("driver", "problem", str(error).partition(":")[0], remedy)
         return
     if code:
@@ -92,7 +92,7 @@ def check_driver() -> Iterator[Finding]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """Whether PyTorch sees the accelerators of the machine, and computes in bf16."""
+    """Checks that PyTorch sees the machine's accelerators, and computes in bf16."""
     import torch
 
     devices, cuda, version = cuda_devices(), torch.version.cuda, torch.__version__
@@ -142,7 +142,7 @@ def _bf16(on_cuda: bool) -> Finding:
 
 
 def check_deepspeed_build() -> Iterator[Finding]:
-    """What DeepSpeed compiles its own operations with, when they are first used."""
+    """Checks for the tools with which DeepSpeed compiles its operations on first use."""
     if not is_installed("deepspeed"):
         yield Finding("deepspeed", "ok", f'not installed; runs with ZeRO need it: pip install "{PACKAGE}[deepspeed]"')
         return
@@ -166,7 +166,7 @@ def check_deepspeed_build() -> Iterator[Finding]:
 
 
 def _other_cuda() -> Finding | None:
-    """DeepSpeed refuses to compile for a CUDA that is not PyTorch's."""
+    """Checks that nvcc has PyTorch's CUDA version: otherwise DeepSpeed refuses to compile."""
     import torch
 
     compiler = shutil.which("nvcc")
@@ -185,7 +185,7 @@ def _other_cuda() -> Finding | None:
 
 
 def check_memory() -> Iterator[Finding]:
-    """Cores and main memory."""
+    """Checks the free main memory; also reports the cores."""
     free, total = memory_here()
     found = f"{text.size(free)} of {text.size(total)} are free, {text.counted(num_cores(), 'core')}"
     remedy = "end other programs: PyTorch, Trainer and DeepSpeed alone take 1 GB a rank"
@@ -193,7 +193,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_disk(folder: Path, needed: float = LEAST_DISK) -> Iterator[Finding]:
-    """Space, `needed` in bytes, and rights where runs write; the folder need not be there yet."""
+    """Checks free space (`needed` bytes) and write access where runs write; the folder need not exist yet."""
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -216,7 +216,7 @@ def check_disk(folder: Path, needed: float = LEAST_DISK) -> Iterator[Finding]:
 
 
 def check_files() -> Iterator[Finding]:
-    """How many files a process may open: islands ask for as many as they may have."""
+    """Checks how many files a process may open (the hard limit, to which islands raise their own)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     number = "any number" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     is_fine = hard == resource.RLIM_INFINITY or hard >= LEAST_FILES
@@ -225,13 +225,13 @@ def check_files() -> Iterator[Finding]:
 
 
 def memory_here() -> tuple[int, int]:
-    """Bytes of main memory that are free, and that there are, within what the container may use."""
+    """Returns free and total bytes of main memory, within the container's limit."""
     machine = psutil.virtual_memory()
     try:
         limit = int((CONTROL_GROUP / "memory.max").read_text())
         used = int((CONTROL_GROUP / "memory.current").read_text())
         cached = re.findall(r"^(?:in)?active_file (\d+)$", (CONTROL_GROUP / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # no limit is "max"
+    except (OSError, ValueError):  # "max" is no limit
         return machine.available, machine.total
-    free = limit - used + sum(map(int, cached))  # what is cached of files makes room
+    free = limit - used + sum(map(int, cached))  # the file cache can be freed
     return max(0, min(machine.available, free)), min(machine.total, limit)

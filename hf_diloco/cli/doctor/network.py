@@ -1,8 +1,8 @@
-"""Names, interfaces and ports of this machine; how far another is, or the store, and how much the way carries.
+"""Checks of the network: host name, interfaces and ports; latency and bandwidth to a peer or the store.
 
-The way to another machine is measured between two that run `hf-diloco doctor`. The one that was asked to listen
-answers one client at a time. A request is 13 bytes: a magic word, one letter, and a number of bytes. E: echo one byte.
-S: so many bytes follow, then answer with one. R: send so many bytes. What is sent means nothing and is thrown away.
+Both machines run `hf-diloco doctor` to measure the link between them. The one with `--listen` answers one client at a
+time. A request is 13 bytes: a magic word, one letter, and a number of bytes N. E: answer with one byte. S: N bytes
+follow, then answer with one byte. R: send N bytes. The bytes have no meaning and are dropped.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _REQUEST = struct.Struct("<8scI")
 _BLOCK = bytes(1 << 16)
 _TIMEOUT = 20.0
 _SECONDS = 1.5
-"""That a measurement should take, once slow start is over."""
+"""Target duration of a measurement, after slow start."""
 
 _LONGEST_SECONDS = 10.0
-"""Of one transfer: what has been moved by then tells the rate too."""
+"""Limit of one transfer: the bytes moved by then give the rate."""
 
 _FIRST_BYTES = 1 << 18
 _NUM_ECHOES = 7
@@ -53,13 +53,13 @@ NUM_CONTESTS = 4
 _STORE_TIMEOUT = 15.0
 _NUM_TRIPS = 5
 _PROBE = 8 << 20
-"""Bytes that are written and read, to see how fast that is."""
+"""Bytes written and read to measure the store's bandwidth."""
 
 _FAR = 0.5  # seconds
 
 
 def check_host_name() -> Iterator[Finding]:
-    """Gloo listens where the host name leads to, unless it is told the interface."""
+    """Checks where the host name resolves to, as Gloo listens there unless an interface is set."""
     name = socket.gethostname()
     interface = os.environ.get(_GLOO)
     try:
@@ -88,7 +88,7 @@ def _host_name(found: str, interface: str | None) -> Finding:
 
 
 def check_interfaces() -> Iterator[Finding]:
-    """Which addresses there are, and whether the interface that Gloo is told is one."""
+    """Lists the addresses of this machine, and checks the interface that is set for Gloo."""
     states = psutil.net_if_stats()
     interfaces = {
         name: [str(one.address) for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
@@ -121,7 +121,7 @@ def check_interfaces() -> Iterator[Finding]:
 
 
 def check_port(port: int) -> Iterator[Finding]:
-    """Whether this machine may listen on a port."""
+    """Checks that this machine can listen on a port."""
     error = bind_error("", port)
     if error is not None:
         remedies = {
@@ -138,7 +138,7 @@ def check_port(port: int) -> Iterator[Finding]:
 
 
 def split_peer(text: str) -> tuple[str, int]:
-    """Host and port of `--peer`; raises `ConfigError` if it is no HOST:PORT."""
+    """Returns host and port of `--peer`; raises `ConfigError` if it is not HOST:PORT."""
     try:
         return split_tcp_url(f"tcp://{text.removeprefix('tcp://')}")
     except ValueError:
@@ -146,7 +146,7 @@ def split_peer(text: str) -> tuple[str, int]:
 
 
 def serve(listener: socket.socket) -> None:
-    """Answers clients, one after the other, until the process ends."""
+    """Answers clients one at a time, until the process ends."""
     while True:
         client, _ = listener.accept()
         with client, contextlib.suppress(OSError, ValueError):
@@ -156,7 +156,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _answer(client: socket.socket) -> None:
-    """All requests of a client, until it goes; raises ValueError if it speaks something else."""
+    """Answers a client's requests until it disconnects; raises `ValueError` for another protocol."""
     while request := _read_request(client):
         magic, kind, num_bytes = _REQUEST.unpack(request)
         if magic != MAGIC or num_bytes > MOST_BYTES:
@@ -170,7 +170,7 @@ def _answer(client: socket.socket) -> None:
 
 
 def check_peer(host: str, port: int) -> Iterator[Finding]:
-    """Connects, and measures if the other end answers `hf-diloco doctor --listen`."""
+    """Connects, and measures the link if the peer runs `hf-diloco doctor --listen`."""
     begin, where = time.perf_counter(), host_and_port(host, port)
     try:
         connection = _connect(host, port)
@@ -211,7 +211,7 @@ def _connect(host: str, port: int) -> socket.socket:
 
 
 def _rate(connection: socket.socket, kind: bytes, trip: float) -> float:
-    """Bits a second: of more and more bytes, until they take long enough to tell. The connection is then used up."""
+    """Measures bits per second, with more and more bytes until they take long enough. Do not reuse the connection."""
     num_bytes = _FIRST_BYTES
     while True:
         moved, seconds = _timed(connection, kind, num_bytes)
@@ -222,9 +222,9 @@ def _rate(connection: socket.socket, kind: bytes, trip: float) -> float:
 
 
 def _timed(connection: socket.socket, kind: bytes, num_bytes: int) -> tuple[int, float]:
-    """Bytes moved, and the seconds they took; fewer than asked for where `_LONGEST_SECONDS` are over.
+    """Makes a request; returns the bytes moved and the seconds. Stops early after `_LONGEST_SECONDS`.
 
-    Raises `ValueError` if the other end gave no answer.
+    Raises `ValueError` if the peer does not answer.
     """
     begin = time.perf_counter()
     until = begin + _LONGEST_SECONDS
@@ -238,7 +238,7 @@ def _timed(connection: socket.socket, kind: bytes, num_bytes: int) -> tuple[int,
 
 
 def _send(connection: socket.socket, num_bytes: int, until: float = math.inf) -> int:
-    """Sends so many bytes; returns how many it has, at least a block, where time is over before."""
+    """Sends `num_bytes`, or stops after the first block past `until`; returns the bytes sent."""
     for start in range(0, num_bytes, len(_BLOCK)):
         connection.sendall(_BLOCK[: num_bytes - start])
         if time.perf_counter() >= until:
@@ -247,9 +247,9 @@ def _send(connection: socket.socket, num_bytes: int, until: float = math.inf) ->
 
 
 def _skip(connection: socket.socket, num_bytes: int, until: float = math.inf) -> int:
-    """Receives so many bytes, at least one, and forgets them; returns how many are left, where time is over before.
+    """Receives and drops `num_bytes`, or stops after the first read past `until`; returns the bytes left.
 
-    Raises `ValueError` if the other end has gone.
+    Raises `ValueError` if the peer has closed the connection.
     """
     while num_bytes:
         received = len(connection.recv(min(num_bytes, len(_BLOCK))))
@@ -262,7 +262,7 @@ def _skip(connection: socket.socket, num_bytes: int, until: float = math.inf) ->
 
 
 def _read_request(client: socket.socket) -> bytes:
-    """The next request; nothing if the client has gone."""
+    """Reads the next request; empty if the client has disconnected."""
     request = b""
     while len(request) < _REQUEST.size and (more := client.recv(_REQUEST.size - len(request))):
         request += more
@@ -273,7 +273,7 @@ def _read_request(client: socket.socket) -> bytes:
 
 
 def check_store(url: str) -> Iterator[Finding]:
-    """Writes, reads, lists and deletes a few objects below `checks/`, which other islands pass over."""
+    """Writes, reads, lists and deletes a few objects below `checks/`, which islands ignore."""
     from hf_diloco.store.objects import ObjectStore
 
     try:
@@ -310,7 +310,7 @@ def _rights(store: ObjectStore, name: str) -> Iterator[Finding]:
 
 
 def _contests(store: ObjectStore, name: str) -> Finding:
-    """Several create the same object at once, again and again: one of them must win, and what it wrote stay."""
+    """Checks create-if-absent: of several concurrent creations exactly one must succeed, and its value must stay."""
     for contest in range(NUM_CONTESTS):
         path = f"{name}-contest-{contest}"
 
@@ -351,7 +351,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _clear(store: ObjectStore, name: str) -> None:
-    with contextlib.suppress(DiLoCoError):  # what it may not delete was said
+    with contextlib.suppress(DiLoCoError):  # a missing right to delete has been reported
         store.delete(
             [f"{name}-{what}" for what in ("rights", "probe", *(f"contest-{n}" for n in range(NUM_CONTESTS)))]
         )
