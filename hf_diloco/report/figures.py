@@ -1,7 +1,7 @@
-"""The page's figures: loss, traffic, time, and how far the islands agree.
+"""The page's figures: loss, traffic, time, and agreement of the islands.
 
-They are Matplotlib's, as inline SVG whose colours follow the page: light or dark, as the reader's device asks. They
-are drawn in placeholder colours that no one else uses; in the SVG each becomes a CSS variable of the page.
+Matplotlib draws them as inline SVG, whose colours follow the page's light or dark theme: figures are drawn in unique
+placeholder colours, each of which is replaced by a CSS variable of the page.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hf_diloco.utils.extras import need
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_POINTS = 800  # a line has no more points, nor a bar chart ...
-MAX_BARS = 100  # ... more bars: beyond, neighbours are averaged
+MAX_POINTS = 800  # points of a line; if there are more, neighbours are averaged
+MAX_BARS = 100  # bars of a chart, likewise
 MAX_ROUND_LINES = 60
-LARGEST = 1e18  # a number beyond it is no count, rate or loss
+LARGEST = 1e18  # larger numbers are no valid count, rate or loss
 
 SIZE = (5.2, 3.3)  # inches: small, so that the text stays readable on a phone
 NUM_COLOURS = 8
@@ -44,7 +44,7 @@ _SETTINGS: Any = {
     "axes.spines.top": False,
     "axes.grid": True,
     "figure.facecolor": "none",
-    "font.family": ["DejaVu Sans"],  # comes with Matplotlib; the page's own font takes its place
+    "font.family": ["DejaVu Sans"],  # comes with Matplotlib; replaced by the page's font
     "font.size": 10,
     "grid.color": GRID,
     "grid.linewidth": 0.6,
@@ -72,13 +72,13 @@ class LegendEntry:
 
     @property
     def colour(self) -> str:
-        """Its CSS."""
+        """Its CSS colour."""
         return f"var(--{_PLACEHOLDERS[self.placeholder]})"
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of the page. `svg` is None when nothing was recorded to draw; `caption` then says what is lacking."""
+    """A figure of the page. `svg` is None if there is nothing to draw; `caption` then says what was not recorded."""
 
     title: str
     caption: str
@@ -87,7 +87,7 @@ class Plot:
 
 
 def plots(run: Run, report: Report) -> list[Plot]:
-    """All figures, in the page's order: of a run that has rounds, or whose nodes average with their neighbours."""
+    """Returns all figures in the page's order, for a run with rounds or with gossip nodes."""
     if report.method is not None:
         return [
             loss_plot(run, report),
@@ -99,7 +99,7 @@ def plots(run: Run, report: Report) -> list[Plot]:
 
 
 def loss_plot(run: Run, report: Report) -> Plot:
-    """Training loss of each island, evaluation loss of the outer weights, and where the rounds end."""
+    """Plots the training loss of each island, the evaluation loss of the outer weights, and the ends of rounds."""
     title = "Loss"
     losses = {island.island: means((r.step, r.loss) for r in island.of(Train)) for island in run.islands}
     train = {island: points for island, points in losses.items() if points}
@@ -135,7 +135,7 @@ def loss_plot(run: Run, report: Report) -> Plot:
 
 
 def traffic_plot(report: Report) -> Plot:
-    """Bytes sent so far, beside what synchronising every step would have sent."""
+    """Plots the bytes sent so far, compared with synchronising at every step."""
     title = "Traffic between islands"
     sent = cumulative((entry.step, entry.bytes_sent) for entry in report.rounds)
     per_step, steps = report.bytes_per_step_sync, report.steps
@@ -169,7 +169,7 @@ def traffic_plot(report: Report) -> Plot:
 
 
 def time_plot(report: Report) -> Plot:
-    """Where the time of each round went."""
+    """Plots how the time of each round was spent."""
     title = "Time of each round"
     names = ("computing", "waiting", "exchanging", "applying")
     parts = {name: [(r.round, getattr(r.seconds, name)) for r in report.rounds] for name in names}
@@ -200,7 +200,7 @@ def time_plot(report: Report) -> Plot:
 
 
 def agreement_plot(report: Report) -> Plot:
-    """Cosine between an island's pseudo-gradient and the others' average, and the pseudo-gradient's norm."""
+    """Plots the cosine between an island's pseudo-gradient and the others' average, and the pseudo-gradient's norm."""
     title = "Pseudo-gradients"
     cosine = [(r.round, r.cosine) for r in report.rounds if r.cosine is not None]
     norm = [(r.round, r.pseudo_gradient_norm) for r in report.rounds if r.pseudo_gradient_norm is not None]
@@ -228,13 +228,13 @@ def agreement_plot(report: Report) -> Plot:
 
 
 def accuracy_plot(run: Run, report: Report) -> Plot:
-    """Accuracy of the mean of all nodes, or the mean of their own."""
+    """Plots the accuracy of the mean of all nodes, or the mean of the nodes' own accuracies."""
     points = evaluation_points(run, "eval_accuracy")
     return _line("Accuracy", points, "accuracy", f"{report.evaluated.capitalize()}.", "No accuracy was recorded.")
 
 
 def consensus_plot(run: Run) -> Plot:
-    """How far the nodes are from their mean."""
+    """Plots the nodes' distance from their mean."""
     points = [(step, value) for step, value in evaluation_points(run, "consensus_distance") if value > 0]
     caption = "The nodes' distance from their mean, relative to its length. Logarithmic scale."
     nothing = "The nodes' distance from their mean was not recorded."
@@ -242,7 +242,7 @@ def consensus_plot(run: Run) -> Plot:
 
 
 def _line(title: str, points: Points, label: str, caption: str, nothing: str, is_log: bool = False) -> Plot:
-    """A single line by step; `nothing` is the caption where there is none."""
+    """Plots a single line by step; `nothing` is the caption if there are no points."""
     if not points:
         return Plot(title, nothing, None)
 
@@ -257,7 +257,7 @@ def _line(title: str, points: Points, label: str, caption: str, nothing: str, is
 
 
 def node_traffic_plot(run: Run, report: Report) -> Plot:
-    """Bytes that all nodes on record have sent so far, beside what data parallelism would have."""
+    """Plots the bytes that all recorded nodes have sent so far, compared with data parallelism."""
     by_step: dict[int, list[int | None]] = {}
     for island in run.islands:
         for mix in island.of(Mix):
@@ -286,13 +286,16 @@ def node_traffic_plot(run: Run, report: Report) -> Plot:
 
 
 def evaluation_points(run: Run, name: str = "eval_loss", wanted: bool = True) -> list[tuple[float, float]]:
-    """A figure of evaluations by step: the mean over the islands that evaluated there; see `IslandRun.evaluations`."""
+    """Returns an evaluation metric by step: the mean over the islands that evaluated at that step.
+
+    For `wanted` see `IslandRun.evaluations`.
+    """
     records = [record for island in run.islands for record in island.evaluations(wanted)]
     return means((record.step, getattr(record, name)) for record in records)
 
 
 def means(values: Iterable[tuple[int, float | None]]) -> list[tuple[float, float]]:
-    """The mean of what is known at each step."""
+    """Returns the mean of the known values at each step."""
     by_step: dict[int, list[float]] = {}
     for step, value in values:
         if value is not None:
@@ -301,7 +304,7 @@ def means(values: Iterable[tuple[int, float | None]]) -> list[tuple[float, float
 
 
 def cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]] | None:
-    """Running sums; None when an increment is unknown, for the sum would be wrong from there on."""
+    """Returns cumulative sums; None if an increment is unknown, as all later sums would be wrong."""
     points, reached = [], 0
     for step, value in increments:
         if value is None:
@@ -312,7 +315,7 @@ def cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float
 
 
 def thinned(points: Points, limit: int) -> Points:
-    """At most `limit` points: each the mean of its neighbours."""
+    """Returns at most `limit` points, each the mean of neighbouring points."""
     if len(points) <= limit:
         return points
     group = -(-len(points) // limit)
@@ -321,22 +324,22 @@ def thinned(points: Points, limit: int) -> Points:
 
 
 def columns(points: Points) -> tuple[list[float], list[float]]:
-    """All x, and all y; a gap in the place of a y that no axis holds, as of a training that has diverged."""
+    """Returns all x and all y; NaN (a gap) for a y too large for an axis, as after a divergence."""
     return [x for x, _ in points], [y if abs(y) <= LARGEST else math.nan for _, y in points]
 
 
 def need_plots() -> None:
-    """Raises `ConfigError` where Matplotlib, which draws them, is not installed."""
+    """Raises `ConfigError` if Matplotlib, which draws the plots, is not installed."""
     need("a page with plots", "matplotlib")
 
 
 def colour(index: int) -> str:
-    """The placeholder of the page's colour number `index`, which repeat after `NUM_COLOURS`."""
+    """Returns the placeholder of the page's colour number `index`; colours repeat after `NUM_COLOURS`."""
     return f"#0201{index % NUM_COLOURS:02x}"
 
 
 def draw(name: str, paint: Callable[[Axes], None]) -> str:
-    """Returns an `<svg>` element of what `paint` draws on its axes; `name` keeps its ids apart from other figures'."""
+    """Returns an `<svg>` element of what `paint` draws on its axes; `name` makes its ids unique in the page."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -354,7 +357,7 @@ def draw(name: str, paint: Callable[[Axes], None]) -> str:
 
 
 def _themed(svg: str, name: str) -> str:
-    """Placeholders become CSS variables, sizes the page's, and ids unique in the page."""
+    """Replaces placeholders by CSS variables, removes the size, and makes ids unique in the page."""
     for placeholder, variable in _PLACEHOLDERS.items():
         svg = svg.replace(placeholder, f"var(--{variable})")
     svg = svg.replace("'DejaVu Sans'", "var(--font)")

@@ -1,4 +1,4 @@
-"""The figures of a run, computed from its records. Pure: no file is read, nothing is guessed; unknown stays None."""
+"""Computes the figures of a run from its records. Pure: reads no files, guesses nothing; unknown figures are None."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _SETTINGS = {
     *("num_parameters", "sync_every", "payload", "max_steps", "method", "topology", "eval_weights"),
     *("outer_method", "outer_lr", "outer_momentum"),
 }
-"""What a report takes from the record of a start as it is."""
+"""Fields that a report copies from a `start` event."""
 
 _MEANS = ("eval_loss", "eval_accuracy", "consensus_distance")
 _SUMS = (
     *("num_tokens", "tokens_per_second", "num_images", "images_per_second"),
     *("bytes_sent", "bytes_received", "bytes_repeated", "bytes_per_step_sync"),
 )
-"""Of the islands' figures."""
+"""Figures of the islands that are averaged or summed."""
 
 
 class RoundReport(BaseModel):
-    """One outer round, over the islands whose record of it is here.
+    """One outer round, over the islands that have a record of it here.
 
-    Seconds, norm and cosine are means over those islands, bytes are sums.
-    `hashes_equal` is None when fewer than two islands' hashes can be compared.
+    Seconds, norm and cosine are means over these islands, bytes are sums. `hashes_equal` is None if fewer than two
+    islands' hashes can be compared.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -50,18 +50,18 @@ class RoundReport(BaseModel):
 
 
 class Report(Figures):
-    """What a run did; `model_dump_json()` is its JSON form, in which figures that were not measured are null.
+    """The figures of a run. `model_dump_json()` returns its JSON form, in which unmeasured figures are null.
 
     Attributes:
-        covers: the islands whose records the figures come from; sums run over these alone.
+        covers: the islands whose records are here; sums are over these only.
         num_fragments: parts of the model that are synchronised in turn, each every `sync_every` steps.
-        final_weights: what the islands hold at the end: "outer" on a synchronisation boundary, otherwise "inner".
+        final_weights: the islands' weights at the end: "outer" on a synchronisation boundary, otherwise "inner".
         traffic_ratio: bytes_per_step_sync / bytes_sent.
-        mismatched_rounds: rounds after which the islands' outer parameters differed; empty in a sound run.
-        num_rounds_compared: rounds of which at least two islands' hashes are here.
-        named_losses: where several data sets were evaluated, the outer weights' loss on each, the last time: the mean
-            over the islands that evaluated it there.
-        method, topology, eval_weights: of nodes that average with their neighbours; None where islands have rounds.
+        mismatched_rounds: rounds after which the islands' outer parameters differed; should be empty.
+        num_rounds_compared: rounds for which at least two islands' hashes are here.
+        named_losses: with several evaluation data sets, the outer weights' last loss on each: the mean over the
+            islands that evaluated at that step.
+        method, topology, eval_weights: settings of gossip nodes; None for islands with rounds.
     """
 
     name: str
@@ -90,24 +90,24 @@ class Report(Figures):
 
     @property
     def noun(self) -> str:
-        """What takes part: islands, or nodes that average with their neighbours."""
+        """What a participant is called: "island", or "node" with a gossip method."""
         return "island" if self.method is None else "node"
 
     @property
     def evaluated(self) -> str:
-        """What the evaluations of nodes are of."""
+        """Which weights the nodes' evaluations are of, in words."""
         return "mean of the nodes' own" if self.eval_weights == "local" else "mean of all nodes"
 
     @property
     def size(self) -> int:
-        """How many take part, as far as the records say."""
+        """Number of participants, as far as recorded."""
         return len(self.covers) if self.num_islands is None else self.num_islands
 
 
 def summarise(run: Run, is_live: bool = False) -> Report:
     """Computes the figures of a run, over the islands whose records are in its folder.
 
-    If it `is_live`, readers see beside it where each island stands: a record may be unfinished without a warning.
+    With `is_live`, unfinished records cause no warning, as readers also see each island's progress.
     """
     islands = tuple(summarise_island(island) for island in run.islands)
     rounds = _rounds(run)
@@ -148,7 +148,7 @@ def summarise(run: Run, is_live: bool = False) -> Report:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp(loss); infinite where that overflows."""
+    """Returns exp(loss); infinity on overflow."""
     if loss is None:
         return None
     try:
@@ -197,7 +197,7 @@ def _named_losses(run: Run) -> dict[str, float]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean, unless a value is missing."""
+    """Returns the mean; None if a value is unknown or there are none."""
     values = list(values)
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
@@ -210,7 +210,7 @@ def find_warnings(
     rounds: Sequence[RoundReport],
     is_live: bool,
 ) -> Iterator[str]:
-    """Yields one sentence a finding, the gravest first."""
+    """Yields one sentence per finding, the most severe first."""
     yield from _unequal_hashes(rounds)
     for record, island in zip(run.islands, islands, strict=True):
         yield from _not_outer(record, island)
@@ -285,14 +285,14 @@ def _incomplete(record: IslandRun, island: IslandReport, may_be_unfinished: bool
 
 
 def _neighbours(run: Run) -> Iterator[str]:
-    """Nodes that were lost or came back, as their neighbours saw it."""
+    """Yields nodes that were lost or rejoined, as recorded by their neighbours."""
     for island in run.islands:
         for event in island.of(Neighbour):
             yield f"node {island.island}, step {event.step}: {event.news}"
 
 
 def _refused(run: Run) -> Iterator[str]:
-    """Whose contributions were refused: one sentence for each two islands, with the last reason."""
+    """Yields refused contributions: one sentence for each pair of islands, with the last reason."""
     for island in run.islands:
         events = island.of(Refused)
         for name in sorted({name for event in events for name in event.islands}):
@@ -310,12 +310,12 @@ def _stopped_early(island: IslandReport) -> bool:
 
 
 def _goes_on(record: IslandRun) -> bool:
-    """Whether the island last said that it trains, or is about to."""
+    """Whether the island last reported that it trains or is starting."""
     return record.progress.get("state", AT_THE_END[0]) not in AT_THE_END
 
 
 def _state(record: IslandRun) -> str:
-    """What the island last said about itself, for a record without an end."""
+    """Returns the island's last reported state, for a record without an end."""
     state, message = record.progress.get("state"), record.progress.get("message")
     if state == "failed":
         return f" (it failed: {message})" if message else " (it failed)"
@@ -323,7 +323,7 @@ def _state(record: IslandRun) -> str:
 
 
 def _absences(run: Run) -> Iterator[str]:
-    """Where islands come and go: the rounds that took place without one."""
+    """Yields the rounds that each island was absent from, where islands come and go."""
     parts = {sync.round: set(sync.participants or ()) for island in run.islands for sync in island.of(Sync)}
     for island in run.islands:
         absent = [number for number, islands in sorted(parts.items()) if islands and island.island not in islands]

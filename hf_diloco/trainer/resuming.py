@@ -1,4 +1,4 @@
-"""Checks that a resumed training matches its checkpoint: errors if it must, warnings if it should."""
+"""Checks that a resumed training matches its checkpoint: raises or warns, depending on the mismatch."""
 
 from __future__ import annotations
 
