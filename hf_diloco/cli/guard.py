@@ -27,7 +27,7 @@ import psutil
 from hf_diloco.utils.listening import raise_file_limit
 
 TERMINATE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL if the launcher ends the island
-ORPHAN_GRACE = 30.0  # otherwise: SIGTERM asks the trainer for a checkpoint, which takes a step and a while
+ORPHAN_GRACE = 30.0  # otherwise: SIGTERM asks the trainer for a checkpoint, which takes time
 _POLL = 0.1  # seconds
 
 

@@ -202,7 +202,7 @@ class Beginning:
         )
 
     def _let_in_late(self, model: torch.nn.Module, state: TrainerState, scheduler: Any) -> None:
-        """Initializes nodes without a checkpoint of the common step with the mean of the nodes that have one."""
+        """Initialises nodes without a checkpoint of the common step with the mean of the nodes that have one."""
         resumption = self._resumption
         if resumption is None or not resumption.late:
             return

@@ -71,10 +71,10 @@ _SWITCHED_BY = {
     **dict.fromkeys((f"{name}_kwargs" for name in _CHECKPOINTING), _CHECKPOINTING),
     "liger_kernel_config": ("use_liger_kernel",),
 }
-"""Settings of the Trainer that have no effect without another one (or its older name), which must be set, even off."""
+"""Settings of the Trainer that need another one (or its older name) to have an effect. That one may be set to off."""
 
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-"""Settings of the Trainer that it hands to DDP alone."""
+"""Settings that the Trainer passes only to DDP."""
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
 
@@ -268,7 +268,7 @@ class BaseRun(Block):
         """The block with the number of islands and the rendezvous; its name depends on the subclass."""
 
     def check(self) -> None:
-        """Raises `ConfigError` for mistakes that only libraries that take seconds to import can detect."""
+        """Raises `ConfigError` for mistakes whose detection needs libraries that take seconds to import."""
 
     def check_extras(self) -> None:
         """Raises `ConfigError` if this machine lacks a library that the run needs."""

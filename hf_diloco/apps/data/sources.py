@@ -87,7 +87,7 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", {}),
     ".json": ("json", {}),
     ".jsonl": ("json", {}),
-    ".parquet": ("parquet", {"batch_size": 1000}),  # else that of the first row group, which may be empty
+    ".parquet": ("parquet", {"batch_size": 1000}),  # by default that of the first row group, which may be empty
     ".txt": ("text", {"sample_by": "paragraph"}),  # documents are separated by blank lines
 }
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")

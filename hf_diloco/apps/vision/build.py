@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PIXEL_TOLERANCE = 1e-5  # between processor and dataset, in units of the standard deviation
 NUM_HASHED = 256  # evaluation images in the hash if they are not in memory
-_NUM_TURNS = 100  # in which the nodes take their examples
+_NUM_TURNS = 100  # turns in which the nodes take their examples
 
 _CountMatrix: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.int64]]"
 _FloatMatrix: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.float64]]"

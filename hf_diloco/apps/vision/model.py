@@ -68,7 +68,7 @@ def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTraine
 
 
 def _try(model: PreTrainedModel, data: ImageData) -> None:
-    """Raises `ConfigError` if a model cannot take the images, as where they are smaller than its patches."""
+    """Raises `ConfigError` if a model cannot process the images, for example if they are smaller than its patches."""
     import torch
 
     was_training = model.training

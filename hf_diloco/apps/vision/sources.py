@@ -183,7 +183,7 @@ def _open_class_folders(folder: Path, names: list[str]) -> DatasetPictures:
         if entry.name not in names:
             raise ConfigError(f"data.path: {entry} is a class that {folder.parent}/train does not have; remove it")
         inside = (path for path in entry.rglob("*") if not _is_hidden(path.relative_to(entry)))
-        visible = [path for path in inside if not path.is_dir()]  # a link to nothing fails when it is read
+        visible = [path for path in inside if not path.is_dir()]  # reading a broken link fails later
         found = sorted(str(file) for file in visible if file.suffix.lower() in known)
         others = Counter(file.suffix.lower() for file in visible if file.suffix.lower() not in known)
         if others and not found:

@@ -116,7 +116,7 @@ def _finish(node: VisionNode, progress: Progress) -> None:
 
 
 def what_was_evaluated(config: GossipConfig, weights: str, nodes: Sequence[int]) -> str:
-    """In words; `nodes` are those that could be averaged over at the end."""
+    """Returns in words what was evaluated; `nodes` are the nodes in the last mean."""
     if nodes[1:] and config.eval_weights == "local":
         return f"each of {len(nodes)} nodes by itself, on average"
     return f"the mean of {len(nodes)} nodes" if nodes[1:] and weights == "outer" else f"node {config.node}"
