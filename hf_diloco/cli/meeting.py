@@ -140,10 +140,9 @@ def rendezvous(
     [cyan]hf-diloco launch run.yaml --island 1 --rendezvous http://10.0.0.1:29400/my-run[/cyan]
     """
     import asyncio
-    import signal
 
     from hf_diloco.store.server import StoreServer
-    from hf_diloco.store.serving import Serving
+    from hf_diloco.store.serving import serve_until_stopped
 
     listener = open_listener(address, "the islands", allow_public_address)
     url = url_of(listener)
@@ -163,16 +162,10 @@ def rendezvous(
             url,
         )
 
-    async def serve() -> None:
-        stopped, serving = asyncio.Event(), Serving(app, listener)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        await serving.begin()
+    def tell() -> None:
         print(f"islands meet at {url}/NAME, kept in {folder}; Ctrl-C ends this", flush=True)
-        await stopped.wait()
-        await serving.end()
 
-    asyncio.run(serve())
+    asyncio.run(serve_until_stopped(app, listener, tell))
 
 
 def dashboard(
@@ -203,12 +196,13 @@ def dashboard(
 
     [cyan]hf-diloco dashboard runs/quickstart --listen 10.0.0.1:29480 --prometheus[/cyan]
     """
-    from aiohttp import web
+    import asyncio
 
     from hf_diloco.cli.status import check_url
     from hf_diloco.dashboard.server import Dashboard
     from hf_diloco.dashboard.source import Source
     from hf_diloco.store.credentials import load_key
+    from hf_diloco.store.serving import serve_until_stopped
 
     need("the page of a run", "matplotlib")
     if "://" in run:
@@ -216,16 +210,17 @@ def dashboard(
     if prometheus:
         need("--prometheus", "prometheus_client")
     source = Source(run, load_key(key_file))
+    raise_file_limit()
     with open_listener(listen, "its readers", allow_public_address) as listener:
         is_local = is_loopback(listener.getsockname()[0])
         if not is_local:
             logger.warning("who reaches %s sees the run and its settings: there is no password", url_of(listener))
 
-        def tell(_: str) -> None:  # called once the server runs and handles Ctrl-C
+        def tell() -> None:  # called once the server runs and handles Ctrl-C
             print(f"open {url_of(listener)}/ in a browser; Ctrl-C ends this", flush=True)
 
         app = Dashboard(source, interval, is_local, prometheus).app()
-        web.run_app(app, sock=listener, print=tell, access_log=None, shutdown_timeout=1)
+        asyncio.run(serve_until_stopped(app, listener, tell))
 
 
 @keys_app.command("make")

@@ -37,7 +37,7 @@ from hf_diloco.utils.urls import MAX_SERVED_PATH, OBJECT_PATH
 
 MAX_BODY_BYTES = 64 << 20
 """Limit for one request: islands send larger objects in parts of 5 MiB."""
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 19
 _MAX_PARTS = 10_000
 _WORD_SECONDS = 0.5
 """Interval of keep-alive bytes to a client that waits for a large object to be assembled."""

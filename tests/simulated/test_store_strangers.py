@@ -23,7 +23,7 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.rounds.fixed import FixedSession
-from hf_diloco.store import serving
+from hf_diloco.store import server, serving
 from hf_diloco.store.credentials import make_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import StoreHost, url_of
@@ -197,6 +197,54 @@ def test_of_requests_that_never_end_the_oldest_make_room(
         store = ObjectStore(url_of(rendezvous))
         store.put("x", bytes(100_000))
         assert store.get("x", 100_000) == bytes(100_000)
+        for stranger in strangers:
+            stranger.close()
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_UNREAD_BYTES", 1), ("UNREAD_SECONDS", 0.5)])
+@pytest.mark.parametrize("path", ["/runs/run/large", "/runs?prefix="])
+def test_readers_that_take_nothing_are_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int, limit: str, value: float, path: str
+) -> None:
+    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
+    host = StoreHost(DiLoCoConfig(num_islands=2, max_islands=3, rendezvous=rendezvous), tmp_path)
+    try:
+        store = ObjectStore(url_of(rendezvous))
+        store.put("large", bytes(16 << 20))
+        kept = num_connected(free_port)
+        with monkeypatch.context() as changed:
+            changed.setattr(serving, limit, value)
+            changed.setattr(server, "_listed", lambda entry: "x" * (16 << 20))
+            strangers = say(lambda _: request("GET", path))((LOCALHOST, free_port), 5)
+            deadline = time.monotonic() + LONG
+            while num_connected(free_port) > kept:
+                assert time.monotonic() < deadline, "some are kept"
+                time.sleep(0.05)
+        assert store.get_range("large", 0, 16 << 20) == bytes(16 << 20)
+        for stranger in strangers:
+            stranger.close()
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_CONNECTIONS", 10), ("IDLE_SECONDS", 0.5)])
+def test_those_that_ask_nothing_more_make_room(
+    monkeypatch: pytest.MonkeyPatch, free_port: int, limit: str, value: float
+) -> None:
+    monkeypatch.setattr(serving, limit, value)
+    rendezvous = f"tcp://{LOCALHOST}:{free_port}"
+    host = StoreHost(DiLoCoConfig(num_islands=2, rendezvous=rendezvous))
+    try:
+        strangers = say(lambda _: request("GET", "/"))((LOCALHOST, free_port), 50)
+        deadline = time.monotonic() + LONG
+        while num_connected(free_port) > 10:
+            assert time.monotonic() < deadline, "all are kept"
+            time.sleep(0.05)
+        store = ObjectStore(url_of(rendezvous))
+        store.put("x", b"value")
+        assert store.get("x", 100) == b"value"
         for stranger in strangers:
             stranger.close()
     finally:
