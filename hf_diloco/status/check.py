@@ -34,6 +34,7 @@ from hf_diloco.membership.round_records import (
     round_of,
 )
 from hf_diloco.membership.run import open_run
+from hf_diloco.store.failures import CutShortError
 from hf_diloco.store.folder import Entry
 from hf_diloco.store.log import Record
 from hf_diloco.store.objects import ObjectStore
@@ -155,7 +156,10 @@ def _move(store: ObjectStore, finding: Finding, taken: set[str]) -> Finding:
     name = f"{DAMAGED_FOLDER}/{re.sub(r'[^A-Za-z0-9._=+/-]', '+', finding.path)}"[:_MAX_TARGET]
     target = next(path for path in (name, *(f"{name}.{n}" for n in range(2, 1 << 20))) if path not in taken)
     taken.add(target)
-    store.move(finding.path, target)
+    try:
+        store.move(finding.path, target)
+    except CutShortError:
+        target = "(nowhere: it is gone by now)"
     return finding.model_copy(update={"moved_to": target})
 
 
@@ -179,7 +183,7 @@ class _Check:
         self._entries = {entry.path: entry for entry in entries}
         self._read(entries)
         self._check_decisions()
-        self._check_snapshots()
+        broken = self._check_snapshots()
         self._check_payloads()
         if is_deep:
             self._check_digests()
@@ -188,7 +192,7 @@ class _Check:
                 self._note(
                     link, "forged", "is a symbolic link, a device or a folder too deep, which islands do not follow"
                 )
-        self._check_left_over(unfinished)
+        self._check_left_over(unfinished, broken)
         return CheckReport(
             url=self._store.url,
             run=self._run.run,
@@ -197,8 +201,8 @@ class _Check:
             findings=[self._found[path] for path in sorted(self._found)],
         )
 
-    def _note(self, path: str, kind: Kind, reason: str) -> None:
-        size = self._entries[path].size if path in self._entries else 0
+    def _note(self, path: str, kind: Kind, reason: str, size: int = 0) -> None:
+        size = self._entries[path].size if path in self._entries else size
         self._found.setdefault(path, Finding(path=path, kind=kind, reason=reason, num_bytes=size))
 
     # Single objects
@@ -272,17 +276,15 @@ class _Check:
             elif round_number <= reached and (is_decision or ("/votes/" in path and attempt not in decided)):
                 self._found[path] = finding.model_copy(update={"reason": finding.reason + _STAYS})
 
-    def _check_snapshots(self) -> None:
+    def _check_snapshots(self) -> list[str]:
+        """Returns what lies in incomplete snapshots that are older than the newest complete one."""
         folders: dict[str, list[SnapshotRecord]] = {}
         for path, record in self._of(SnapshotRecord).items():
             folders.setdefault(path.rpartition("/")[0], []).append(record)
         whole = [folder for folder in sorted(folders) if self._is_whole(folder, folders[folder])]
         newest = self._newest_snapshot = round_of(whole[-1]) if whole else -1
-        for path in self._entries:
-            folder = path.rpartition("/")[0]
-            is_known = _VALUES.fullmatch(path) or any(re.fullmatch(pattern, path) for pattern, _ in _RECORDS)
-            if path.startswith("snapshots/") and is_known and folder not in whole and round_of(path) < newest:
-                self._note(path, "abandoned", "of a snapshot that was never whole, before the newest one")
+        parts = [path for path in self._entries.keys() - self._found if path.startswith("snapshots/")]
+        return [path for path in parts if path.rpartition("/")[0] not in whole and round_of(path) < newest]
 
     def _is_whole(self, folder: str, parts: list[SnapshotRecord]) -> bool:
         in_order = sorted(parts, key=lambda part: part.rank)
@@ -334,11 +336,9 @@ class _Check:
     def _check_digests(self) -> None:
         from hf_diloco.transport.objects import digest_of, read_info
 
-        for path, raw in sorted(self._named.items()):
-            if path not in self._entries or path in self._found:
-                continue
+        for path in sorted((self._named.keys() & self._entries) - self._found.keys()):
             try:
-                info = read_info(raw)
+                info = read_info(self._named[path])
                 for number, digest in enumerate(info.digests):
                     start, end = info.offset(number), info.offset(number + 1)
                     if digest_of(self._store.get_range(path, start, end)) != digest:
@@ -348,23 +348,22 @@ class _Check:
 
     # Abandoned objects
 
-    def _check_left_over(self, unfinished: set[Entry]) -> None:
-        """Finds payloads that no record names, and unfinished files, that are still so after a wait."""
+    def _check_left_over(self, unfinished: set[Entry], broken: Sequence[str]) -> None:
+        """Finds unnamed payloads, parts of snapshots and unfinished files that are still there after a wait."""
         unnamed = self._unnamed_payloads()
-        if not unfinished and not unnamed:
+        if not unfinished and not unnamed and not broken:
             return
         self._clock.sleep(STILL_SECONDS)
-        self._read([entry for entry in self._store.entries("rounds") if entry.path not in self._entries])
-        for path in unnamed:
-            if path not in self._named:
-                self._note(path, "abandoned", "no island has offered it: its writer was lost, or missed the round")
+        there = {entry.path: entry for entry in self._store.entries()}
+        self._read([there[path] for path in there.keys() - self._entries if path.startswith("rounds/")])
+        for path in (there.keys() & unnamed) - self._named.keys():
+            self._note(path, "abandoned", "no island has offered it: its writer was lost, or missed the round")
+        for path in there.keys() & broken:  # else islands have just cleared it up
+            self._note(path, "abandoned", "of a snapshot that was never whole, before the newest one")
         for entry in sorted(unfinished & set(self._store.unfinished())):
-            if _is_aside(entry.path):
-                continue
-            what = "an empty folder" if entry.path.endswith("/") else "a file that its writer did not finish"
-            self._found[entry.path] = Finding(
-                path=entry.path, kind="abandoned", reason=f"{what}, and that does not change", num_bytes=entry.size
-            )
+            if not _is_aside(entry.path):
+                what = "an empty folder" if entry.path.endswith("/") else "a file that its writer did not finish"
+                self._note(entry.path, "abandoned", f"{what}, and that does not change", entry.size)
 
     def _unnamed_payloads(self) -> list[str]:
         """Returns payloads of past rounds that no record names; an average is written before its record."""

@@ -304,10 +304,15 @@ class ObjectStore:
         """Gives an object another path; a link is moved, not followed.
 
         Raises:
-            StoreError: no answer, access is denied, or there is no such object.
+            CutShortError: there is no such object.
+            StoreError: no answer, or access is denied.
         """
         _check_path(target)
-        self._write("move", path, self._backend.move, path, target)
+        self.sights.current = None
+        try:
+            self._ask("move", path, self._backend.move, path, target)
+        except AbsentError:
+            raise CutShortError(f"{self.url}: {path} is absent, and cannot be moved") from None
 
     def _write(self, verb: str, path: str, attempt: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
         self.sights.current = None  # a write makes cached objects stale

@@ -18,7 +18,7 @@ from hf_diloco.status import check
 from hf_diloco.status.check import CheckReport, check_store, set_aside
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import MAX_RECORD_BYTES
-from tests.clocks import FastClock, StillClock
+from tests.clocks import LONG, FastClock, StillClock
 from tests.islands import run_islands
 from tests.meetings import Meeting
 from tests.rubbish import JUNK, throw
@@ -94,8 +94,26 @@ def test_an_average_is_not_left_over_where_its_record_comes_a_moment_later(meeti
     assert kinds(check_store(store, b"", clock=ActingClock(lambda: store.put(path, record)))) == {}
 
 
+def test_what_islands_clear_up_meanwhile_is_neither_found_nor_missed(meeting: Meeting) -> None:
+    meeting.settings |= {"snapshot_every": 1}
+    islands = run_islands(2, lambda island: meeting.island(island).train(6))
+    run_islands(2, lambda island: islands[island].leave())
+    store = ObjectStore(meeting.url)
+    newest = max(path for path, _ in store.list("snapshots"))
+    older = newest.replace("00000003", "00000001").replace(".json", "-anchor.bin")
+    store.put(older, b"the rest of one that is cleared up")
+    assert kinds(check_store(store, b"", clock=ActingClock(lambda: store.delete([older])))) == {}
+    store.put(older, b"the rest of one that nobody clears up")
+    report = check_store(store, b"", clock=ActingClock(lambda: None))
+    assert kinds(report) == {older: "abandoned"}
+    store.delete([older])
+    repaired = set_aside(store, report)
+    assert [finding.moved_to for finding in repaired.findings] == ["(nowhere: it is gone by now)"]
+    assert repaired.is_clean
+
+
 def test_everything_that_was_thrown_into_a_store_is_explained_and_set_aside(tmp_path: Path) -> None:
-    meeting = Meeting(tmp_path, 2, snapshot_every=2, keep_rounds=1)
+    meeting = Meeting(tmp_path, 2, snapshot_every=2, keep_rounds=1, grace=LONG, sync_timeout=LONG)
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     store = ObjectStore(meeting.url)
     throw(store)
