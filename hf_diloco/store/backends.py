@@ -243,8 +243,12 @@ def lacks_bucket(error: Exception) -> bool:
     return _NO_BUCKET.search(str(error)) is not None
 
 
-def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
-    """Opens the backend of a checked URL; see `ObjectStore` for the arguments."""
+def open_backend(url: str, timeout: float, read_only: bool, max_retries: int = 1000) -> Backend:
+    """Opens the backend of a checked URL; see `ObjectStore` for the other arguments.
+
+    Args:
+        max_retries: by a cloud's client itself, within half of the timeout.
+    """
     scheme, _, rest = url.partition("://")
     if scheme == "memory":
         with _memory_lock:
@@ -260,7 +264,7 @@ def open_backend(url: str, timeout: float, read_only: bool) -> Backend:
         **client_options(ENVIRONMENT_PREFIX.get(scheme), os.environ),  # type: ignore[typeddict-item]
     }
     retry: RetryConfig = {
-        "max_retries": 1000,  # the timeout is the real limit
+        "max_retries": max_retries,  # by default the timeout is the real limit
         "retry_timeout": half,
         "backoff": {
             "init_backoff": timedelta(seconds=min(0.1, timeout / 50)),

@@ -281,6 +281,18 @@ def test_a_server_that_ignores_conditions_is_found_out(server: S3Server, use: Ca
         assert store.list() == []
 
 
+def test_a_server_that_does_not_know_conditions_is_found_out_at_once(
+    server: S3Server, use: Callable[..., ObjectStore]
+) -> None:
+    with FaultyProxy(server, lambda method, _: 501 if method in ("PUT", "DELETE") else None) as proxy:
+        store = use(proxy, timeout=LONG)
+        begun = time.monotonic()
+        with pytest.raises(StoreError, match=r"does not create checks/.*must offer conditional writes"):
+            store.check_creation()
+        assert proxy.troubles[501] == 1
+        assert time.monotonic() - begun < AT_ONCE
+
+
 def test_a_refusal_for_good_is_not_repeated(server: S3Server, use: Callable[..., ObjectStore]) -> None:
     with FaultyProxy(server, lambda method, _: 405 if method == "PUT" else None) as proxy:
         store = use(proxy, timeout=LONG)
