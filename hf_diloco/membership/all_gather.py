@@ -25,6 +25,7 @@ from hf_diloco.errors import (
 )
 from hf_diloco.membership.round_records import OfferRecord, VoteRecord
 from hf_diloco.store.failures import KEEPER_GONE
+from hf_diloco.store.tcp_store import who_did_not_fit
 from hf_diloco.store.values import ValueStore
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait, WaitNotes
@@ -93,6 +94,7 @@ class AllGather:
         self.notes = WaitNotes(self.island, clock=self.clock)
         self.news = self.clock.event()
         self.is_lost = False
+        self._has_met = False
 
     def share(
         self,
@@ -116,11 +118,13 @@ class AllGather:
             return {island: parse(key, raw[key]) for island in absent if (key := f"{topic}/{island}") in raw}
 
         found: dict[int, Said] = {island: {} for island in absent}  # its own is read back from the store
-        wait = self.notes.begin(timeout, where=self.where)
+        why = partial(who_did_not_fit, self.store.log.store)
+        wait = self.notes.begin(timeout, where=self.where, why=(lambda: "") if self._has_met else why)
         self.guard(lambda: self.store.set(f"{topic}/{self.island}", json.dumps(dict(record))))
         missing, _ = self.collect(found, read, timeout, wait, interruptible)
         if missing:
             raise IslandLostError(f"islands {missing} are missing after {timeout:g} s", missing)
+        self._has_met = True
         return [found[island] for island in range(self.num_islands)]
 
     def collect(

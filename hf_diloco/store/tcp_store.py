@@ -1,6 +1,7 @@
 """The rendezvous at tcp:// with fixed membership, and for nodes: island 0, or node 0, hosts the store.
 
     hf-diloco/run         names the run: signed with the run's key, so that others can tell whose run it is
+    hf-diloco/unfit       who came last and did not fit, as with another key: unsigned, for people only
     values/KEY.json       each value, sealed for its path; see `store.signing`
 
 A value that was not sealed with the run's key counts as absent, and is replaced when an island writes it. Anyone who
@@ -14,6 +15,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from pydantic import Field, ValidationError
@@ -33,6 +35,8 @@ MARK_SECONDS = 20.0
 """How long the record that names the run may take to appear: the host writes it right after it opens the store."""
 _GREETING_SECONDS = 20.0
 _POLL_SECONDS = 0.05
+_UNFIT = "hf-diloco/unfit"
+_MAX_UNFIT_BYTES = 1000
 
 
 class _Mark(Record):
@@ -43,6 +47,13 @@ class _Mark(Record):
     size: dict[str, int] = Field(min_length=1, max_length=1)
     encrypt: bool
     identities: dict[str, list[str]]
+
+
+class _Unfit(Record):
+    """A process that tried to join with another key or other settings, and ended."""
+
+    who: str = Field(pattern=r"^(island|node) \d{1,6}$")
+    address: str = Field(pattern=r"^[0-9a-fA-F.:]{2,45}$")
 
 
 class Rendezvous(NamedTuple):
@@ -92,7 +103,7 @@ def meet(
         if is_host:
             run = _begin_run(store, credentials, size)
         else:
-            run = _find_run(store, credentials, config.rendezvous, who, size)
+            run = _find_fitting_run(store, credentials, config, who, size)
     except BaseException:
         if host:
             host.close()
@@ -102,6 +113,19 @@ def meet(
     values = ValueStore(RunLog(store, seal))
     address = config.bind_address or address_towards(config.rendezvous)
     return Rendezvous(values, credentials.link_key(run), address, end)
+
+
+def who_did_not_fit(store: ObjectStore) -> str:
+    """Describes who came last and left, because of another key or other settings; "" if nobody has."""
+    try:
+        found = store.get(_UNFIT, _MAX_UNFIT_BYTES)
+        unfit = _Unfit.model_validate_json(found or b"")
+    except (StoreError, ValidationError):
+        return ""
+    return (
+        f"{unfit.who} came from {unfit.address} and ended, as it has another key or other settings than this run: its "
+        "error says which"
+    )
 
 
 def has_other_run(store: ObjectStore, seal: Seal) -> bool:
@@ -140,9 +164,23 @@ def _begin_run(store: ObjectStore, credentials: Credentials, size: Mapping[str, 
     return run
 
 
-def _find_run(store: ObjectStore, credentials: Credentials, rendezvous: str, who: str, size: Mapping[str, int]) -> str:
-    there = f"the run at {rendezvous}"
+def _find_fitting_run(
+    store: ObjectStore, credentials: Credentials, config: Place, who: str, size: Mapping[str, int]
+) -> str:
+    assert config.rendezvous is not None
+    there = f"the run at {config.rendezvous}"
     found = _await_mark(store, there, who)
+    try:
+        return _check_mark(found, credentials, there, who, size)
+    except RendezvousError:
+        with suppress(StoreError):  # so that those who wait for it learn why it does not come
+            unfit = _Unfit(who=who, address=config.bind_address or address_towards(config.rendezvous))
+            store.put(_UNFIT, unfit.model_dump_json().encode())
+        raise
+
+
+def _check_mark(found: bytes, credentials: Credentials, there: str, who: str, size: Mapping[str, int]) -> str:
+    """Returns the run that a mark names; raises `RendezvousError` if this process does not fit it."""
     try:
         mark = _Mark.model_validate(_open_mark(found, credentials, there, who))
     except ValidationError:

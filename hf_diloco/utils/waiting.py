@@ -48,15 +48,19 @@ class WaitNotes:
         self._every = every
         self._next_at = -float("inf")
 
-    def begin(self, limit: float, what: str = "", where: str | None = None) -> Wait:
+    def begin(
+        self, limit: float, what: str = "", where: str | None = None, why: Callable[[], str] = lambda: ""
+    ) -> Wait:
         """Starts a wait.
 
         Args:
             limit: seconds that it may take; infinite: no limit.
             what: its purpose, as "round 7".
             where: the place that the others should reach, as "tcp://host:port".
+            why: returns what may keep the others away, if known; called only when a line is logged.
         """
-        return Wait(self, limit, f"{self._who}: {what}: " if what else f"{self._who}: ", f" at {where}" * bool(where))
+        prefix = f"{self._who}: {what}: " if what else f"{self._who}: "
+        return Wait(self, limit, prefix, f" at {where}" * bool(where), why)
 
     def watch(self, limit: float, what: str, missing: Collection[int]) -> Callable[[], None]:
         """Starts a wait; returns the function to call now and then until it is over. See `begin` and `Wait.look`."""
@@ -77,11 +81,14 @@ class WaitNotes:
 class Wait:
     """One wait, which starts with this object; see `WaitNotes.begin`."""
 
-    def __init__(self, notes: WaitNotes, limit: float, prefix: str, suffix: str) -> None:
+    def __init__(
+        self, notes: WaitNotes, limit: float, prefix: str, suffix: str, why: Callable[[], str] = lambda: ""
+    ) -> None:
         self._notes = notes
         self._limit = limit
         self._prefix = prefix
         self._suffix = suffix
+        self._why = why
         self._begun = notes.clock.now()
 
     def look(self, missing: Callable[[], str | Collection[int]] | str | Collection[int], why: str = "") -> None:
@@ -97,7 +104,8 @@ class Wait:
             names = found if isinstance(found, str) else self._notes.names(found)
             waited = self._notes.clock.now() - self._begun
             limit = "" if self._limit == float("inf") else f" of {self._limit:,.0f} s"
-            return f"{self._prefix}waiting for {names}{self._suffix} ({waited:,.0f} s{limit}{why and f'; {why}'})"
+            known = why or self._why()
+            return f"{self._prefix}waiting for {names}{self._suffix} ({waited:,.0f} s{limit}{known and f'; {known}'})"
 
         self._notes.say(self._begun, text)
 

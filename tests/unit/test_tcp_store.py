@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import ConfigError, RendezvousError, StoreError, StoreFullError
+from hf_diloco.errors import ConfigError, IslandLostError, RendezvousError, StoreError, StoreFullError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.all_gather import AllGather
@@ -28,6 +28,7 @@ from hf_diloco.store.credentials import Credentials, find_key
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import StoreHost, url_of
 from hf_diloco.store.signing import MEETING
+from hf_diloco.store.tcp_store import who_did_not_fit
 from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.waiting import LossNotes
 from hf_diloco.utils.urls import split_tcp_url
@@ -203,12 +204,32 @@ def test_nodes_leave_each_other_records(port: Port) -> None:
     ids=["another key", "no key", "a key where there is none", "encrypt"],
 )
 def test_who_does_not_fit_is_told_at_the_start(
-    port: Port, host: tuple[bytes, dict[str, Any]], guest: tuple[bytes, dict[str, Any]], message: str
+    port: Port,
+    caplog: pytest.LogCaptureFixture,
+    host: tuple[bytes, dict[str, Any]],
+    guest: tuple[bytes, dict[str, Any]],
+    message: str,
 ) -> None:
     keeps = port.enter(0, held(host[0], **host[1]))
     with pytest.raises(RendezvousError, match=message):
         port.enter(1, held(guest[0], **guest[1]))
     assert keeps.store.add("claim/0", 1) == 1
+    meeting = AllGather(keeps.store, 0, 2, where=port.url)
+    meeting.notes.first = 0.0
+    with pytest.raises(IslandLostError):
+        meeting.share("join", {}, timeout=0.2)
+    assert "waiting for island 1 at tcp://" in caplog.text
+    assert "; island 1 came from 127.0.0.1 and ended, as it has another key or other settings" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "word", [b"", b"junk", b'{"who": "island 1\\n", "address": "10.0.0.1"}', b'{"who": "island 1"}', bytes(5000)]
+)
+def test_what_strangers_write_of_others_is_not_told(port: Port, word: bytes) -> None:
+    keeps = port.enter(0, held(KEY))
+    assert not who_did_not_fit(keeps.store.log.store)
+    port.bare.put("hf-diloco/unfit", word)
+    assert not who_did_not_fit(keeps.store.log.store)
 
 
 def test_a_mark_that_strangers_write_lets_nobody_in(port: Port) -> None:

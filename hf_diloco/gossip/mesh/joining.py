@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from hf_diloco.errors import IslandLostError
@@ -19,6 +20,7 @@ from hf_diloco.gossip.mesh.store import Board, asking, company_key, greeting_key
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord
 from hf_diloco.store.question import looking_once
+from hf_diloco.store.tcp_store import who_did_not_fit
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -144,7 +146,8 @@ class Joining:
         return self._return() if self.start > 1 else self._meet_all()
 
     def _meet_all(self) -> dict[int, Edge]:
-        wait, begun = self._notes.begin(self._connect_timeout), time.monotonic()
+        why = partial(who_did_not_fit, self._members.log.store)
+        wait, begun = self._notes.begin(self._connect_timeout, why=why), time.monotonic()
         with asking():
             missing = self._members.await_all(self._peers, self._connect_timeout, wait)
         edges: dict[int, Edge] = {}
