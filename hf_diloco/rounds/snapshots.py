@@ -209,6 +209,10 @@ class Snapshots:
                 infos = [read_info(part.tensors.get(name)) for part in snapshot.parts]
                 tensor = state[name.removeprefix(prefix)] = torch.empty(bucket.length)
                 bucket.fetch(infos, tensor)
+        if "anchor" not in state or snapshot.parts[0].numbers.keys() & snapshot.parts[0].tensors:
+            raise PayloadError(
+                f"the snapshot {snapshot.folder} holds no outer parameters, or two of one", snapshot.folder
+            )
         for name, numbers in snapshot.parts[0].numbers.items():
             if name.startswith(prefix):
                 state[name.removeprefix(prefix)] = torch.tensor(numbers, dtype=torch.float64)

@@ -61,21 +61,23 @@ def damage(log: RunLog, *paths: str) -> None:
 
 
 def test_snapshots_that_are_not_whole_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One rank's part is missing, or is of another snapshot."""
+    """One rank's part is missing, or is of another snapshot; or nothing is in it."""
     meeting = Meeting(tmp_path, 1, max_islands=2, snapshot_every=2)
     first = meeting.island(0).train_to(2)
     first.session.close()
     log = log_of(meeting)
 
-    def put(number: int, rank: int, state: str) -> None:
-        record = SnapshotRecord(round=number, rank=rank, num_ranks=2, state=state, tensors={})
+    def put(number: int, rank: int, state: str, num_ranks: int = 2) -> None:
+        record = SnapshotRecord(round=number, rank=rank, num_ranks=num_ranks, state=state, tensors={})
         log.put(f"snapshots/{number:08d}/00000-000001/rank-{rank:05d}.json", record)
 
     put(9, 1, "ab")
     put(8, 0, "ab")
     put(8, 1, "cd")
+    put(7, 0, "ab", num_ranks=1)
     assert meeting.island(1, seed=5).hash == first.hash
     assert "the parts of the snapshot snapshots/00000008/00000-000001 do not belong together" in caplog.text
+    assert "the snapshot snapshots/00000007/00000-000001 is passed over: the snapshot" in caplog.text
 
 
 def test_a_snapshot_of_other_outer_parameters_than_it_says_ends_who_reads_it(tmp_path: Path) -> None:
