@@ -105,6 +105,17 @@ class OuterState:
         """Whether the inner steps of the next round are done."""
         return self.current.steps >= self.current.due_at
 
+    def landing(self, at_once: bool = False) -> Fragment | None:
+        """Returns the fragment whose round is due to land, the earliest if there are several; None if there is none.
+
+        Args:
+            at_once: the earliest round is due now, whatever its `install_in`.
+        """
+        waiting = [fragment for fragment in self.fragments if fragment.install_in is not None]
+        first = min(waiting, key=lambda fragment: fragment.install_in or 0, default=None)
+        is_time = first is not None and first.install_in is not None and (at_once or first.install_in <= 0)
+        return first if is_time else None
+
     @property
     def on_boundary(self) -> bool:
         """Whether the model's weights are the outer parameters."""

@@ -83,17 +83,6 @@ class Background:
         self.start(own)
         self.last_end = time.monotonic()
 
-    def landing(self, at_once: bool = False) -> Fragment | None:
-        """Returns the fragment whose round is due to land, the earliest if there are several; None if there is none.
-
-        Args:
-            at_once: the earliest round is due now, whatever its `install_in`.
-        """
-        waiting = [fragment for fragment in self.outer.fragments if fragment.install_in is not None]
-        first = min(waiting, key=lambda fragment: fragment.install_in or 0, default=None)
-        is_time = first is not None and first.install_in is not None and (at_once or first.install_in <= 0)
-        return first if is_time else None
-
     def land(self, fragment: Fragment) -> list[SyncReport]:
         """Waits for the round of `fragment`, if it is still in flight, and installs its result in the masters.
 

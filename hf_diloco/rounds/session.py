@@ -193,7 +193,7 @@ class BaseSession(ABC):
         Args:
             is_last: that was the last step of the run.
         """
-        if self._background.failure or self.outer.is_due or self._background.landing() is not None:
+        if self._background.failure or self.outer.is_due or self.outer.landing() is not None:
             return True
         return is_last and self._is_streaming and self._is_ahead
 
@@ -216,7 +216,7 @@ class BaseSession(ABC):
         self._background.raise_failure()
         if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
             self.outer.current.install_in = 0  # also if no round is in flight, as at the start
-        while (fragment := self._background.landing(at_once=is_last)) is not None:
+        while (fragment := self.outer.landing(at_once=is_last)) is not None:
             self._reports += self._background.land(fragment)
         if is_last and self._is_streaming:
             while self.outer.steps and not self.is_over:
