@@ -127,6 +127,11 @@ class AllGather:
         self._has_met = True
         return [found[island] for island in range(self.num_islands)]
 
+    def tell(self, links: Links, topic: str, record: BaseModel) -> bool:
+        """Sends an island's record over links, for `hear`; returns False if these carry nothing."""
+        message = json.dumps({"topic": topic, "record": record.model_dump()}).encode()
+        return links.send_message(message, self.news.set)
+
     def collect(
         self,
         found: dict[int, T],
@@ -210,11 +215,6 @@ def parse(what: str, raw: bytes) -> Said:
     if not isinstance(record, dict):
         raise RendezvousError(f"the record {what} is not JSON of this package: is something else on the port?")
     return record
-
-
-def make_message(topic: str, record: BaseModel) -> bytes:
-    """Encodes an island's record as a message for links; see `hear`."""
-    return json.dumps({"topic": topic, "record": record.model_dump()}).encode()
 
 
 def hear(links: Links, topic: str, kind: type[InRound]) -> dict[int, InRound]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError, StopRequested
-from hf_diloco.membership.all_gather import RESUMES, AllGather, InRound, Links, hear, make_message
+from hf_diloco.membership.all_gather import RESUMES, AllGather, InRound, Links, hear
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
 from hf_diloco.membership.round_records import (
     ABSTENTION,
@@ -233,7 +233,7 @@ class Unanimity:
         self._said.append(path)
         put = partial(self.all_gather.guard, partial(self.log.put, path, own))
         links = self.links[0] if self.links else None
-        if links and links.send_message(make_message(folder, own), self.all_gather.news.set):
+        if links and self.all_gather.tell(links, folder, own):
             call_behind(put, IslandLostError)  # raised when the store is needed
         else:
             links = None
