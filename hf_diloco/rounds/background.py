@@ -35,14 +35,12 @@ class Background:
 
     Attributes:
         last_end: when training last resumed, in seconds of the monotonic clock.
-        failure: error of a round that `settle` waited for; the next `advance` raises it.
         is_landing: inner steps are waiting for a round that is due to land.
     """
 
     def __init__(self, outer: OuterState, carry_out: Callable[[Contribution], SyncReport]) -> None:
         self.outer = outer
         self.last_end = time.monotonic()
-        self.failure: DiLoCoError | None = None
         self.is_landing = False
         self._carry_out = carry_out
         self._pool = ThreadPoolExecutor(1, "hf-diloco-round", initializer=_take_one_core)
@@ -128,21 +126,15 @@ class Background:
         self.outer.num_begun = self.outer.round
         self._has_failed = False
 
-    def settle(self) -> list[SyncReport]:
-        """Waits for all rounds in flight. Keeps an error in `failure` instead of raising it."""
+    def settle(self) -> tuple[list[SyncReport], DiLoCoError | None]:
+        """Waits for all rounds in flight; returns the reports of those that ended, and the first error, if any."""
         reports = []
         try:
             while self._under_way:
                 reports.append(self.collect())
         except DiLoCoError as error:
-            self.failure = error
-        return reports
-
-    def raise_failure(self) -> None:
-        """Raises the error that `settle` kept, once."""
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure
+            return reports, error
+        return reports, None
 
     def close(self) -> None:
         """Waits until the thread has ended; cancels rounds that it has not started."""

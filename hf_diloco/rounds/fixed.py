@@ -224,7 +224,7 @@ class FixedSession(BaseSession):
             try:
                 if self._eager is None:
                     return super().advance(is_last)
-                self._background.raise_failure()
+                self._raise_failure()
                 for report in self._eager.advance(is_last):
                     self._reports.append(report)
                 return self._take_reports()

@@ -58,6 +58,7 @@ class BaseSession(ABC):
         self._talk = IslandGroup(timeout=config.longest_wait) if self._overlaps else island
         self._background = Background(self.outer, self._carry_out_behind)
         self._pulls = find_method(config.method).pulls
+        self._failure: DiLoCoError | None = None  # of a round that `settle` waited for
         self._reports: list[SyncReport] = []  # kept for the next call if a round fails
         self.has_left = self.has_finished = False
         self.chosen = ""
@@ -193,7 +194,7 @@ class BaseSession(ABC):
         Args:
             is_last: that was the last step of the run.
         """
-        if self._background.failure or self.outer.is_due or self.outer.landing() is not None:
+        if self._failure or self.outer.is_due or self.outer.landing() is not None:
             return True
         return is_last and self._is_streaming and self._is_ahead
 
@@ -213,7 +214,7 @@ class BaseSession(ABC):
         Raises:
             As `sync`.
         """
-        self._background.raise_failure()
+        self._raise_failure()
         if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
             self.outer.current.install_in = 0  # also if no round is in flight, as at the start
         while (fragment := self.outer.landing(at_once=is_last)) is not None:
@@ -271,8 +272,16 @@ class BaseSession(ABC):
         Returns:
             The figures of the rounds that ended. A failure is raised by the next `advance`.
         """
-        self._reports += self._background.settle()
+        reports, failure = self._background.settle()
+        self._reports += reports
+        self._failure = failure or self._failure
         return self._take_reports()
+
+    def _raise_failure(self) -> None:
+        """Raises the error that `settle` kept, once."""
+        failure, self._failure = self._failure, None
+        if failure:
+            raise failure
 
     def take_refused(self) -> dict[int, str]:
         """Returns islands whose contributions were refused since the last call, with the reason; on the leader."""
