@@ -474,6 +474,18 @@ def test_a_parameter_without_gradient_still_averages() -> None:
     assert all(torch.equal(values, torch.ones(2)) for values in run_islands(2, node))
 
 
+@pytest.mark.parametrize("method", list(METHODS))
+def test_frozen_parameters_and_empty_groups_keep_still(method: str) -> None:
+    trained, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [frozen, trained]}]
+    optimizer = single(method, groups, weight_decay=0.5, lars=0.01)
+    for _ in range(3):
+        trained.grad = torch.ones(2)
+        optimizer.step()
+    assert torch.equal(frozen, torch.full((2,), 3.0))
+    assert (trained < 1).all()
+
+
 def test_closure_gives_the_loss() -> None:
     x = torch.nn.Parameter(torch.tensor([2.0]))
     optimizer = single("dsgd", [x])
@@ -587,6 +599,8 @@ def test_d2_needs_a_fixed_symmetric_graph(graph: str) -> None:
 
 
 def test_parameters_that_it_cannot_hold() -> None:
+    with pytest.raises(ConfigError, match="the parameter groups are empty"):
+        single("dsgd", [{"params": []}])
     with pytest.raises(UnsupportedError, match="bfloat16"):
         single("dsgd", [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
     with pytest.raises(UnsupportedError, match="several"):

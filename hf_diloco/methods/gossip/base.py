@@ -33,7 +33,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     All nodes must begin with equal parameters, in the same order. Move the model to its device first: parameters
     become views of one vector; their values and memory formats do not change. A gradient that is None counts as zero,
     since neighbours wait for the whole vector; so does a gradient that is not finite, with a warning. Weight decay
-    applies in both cases. Gradient scalers cannot be used, as they skip steps.
+    applies in both cases, but not to frozen parameters. Gradient scalers cannot be used, as they skip steps.
 
     Settings, which may differ between parameter groups:
 

@@ -166,14 +166,18 @@ class FlatParameters:
                 yield Part(slice(low, min(low + chunk, span.stop)), lr, momentum, growth)
 
     def decay(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Applies weight decay and LARS of each parameter group to `g`, in place."""
+        """Applies weight decay and LARS of each parameter group to `g`, in place; frozen parameters do not decay."""
         first = 0
         for group, span in zip(groups, self.spans, strict=True):
             last = first + len(group["params"])
             decay = float(group["weight_decay"])
-            scales = self._trust(slice(first, last), group["lars"], decay) if group["lars"] else None
+            is_scaled = bool(group["lars"] and group["params"])
+            scales = self._trust(slice(first, last), group["lars"], decay) if is_scaled else None
             if decay:
                 self.g[span].add_(self.x[span], alpha=decay)
+                for parameter, view in zip(group["params"], self._views_of_g[first:last], strict=True):
+                    if not parameter.requires_grad:
+                        view.zero_()
             if scales is not None:
                 torch._foreach_mul_(self._views_of_g[first:last], list(scales.unbind()))
             first = last
@@ -232,6 +236,8 @@ def check_below_1(setting: str, value: float) -> None:
 
 def _common_kind(parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.dtype, torch.device]:
     """The dtype and device that all parameters share."""
+    if not parameters:
+        raise ConfigError("the parameter groups are empty: give parameters that are trained")
     kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
     names = ", ".join(sorted(f"{dtype} on {device}".removeprefix("torch.") for dtype, device in kinds))
     if len(kinds) > 1:
