@@ -419,6 +419,16 @@ def test_half_precision_is_refused() -> None:
         OneBitAdam([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], lr=0.01, freeze_step=5)
 
 
+def test_sparse_gradients_and_parameters_that_come_later_are_refused() -> None:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = OneBitLamb(embedding.parameters(), lr=0.01, freeze_step=2)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        optimizer.step()
+    with pytest.raises(UnsupportedError, match="give all when it is made"):
+        optimizer.add_param_group({"params": make_tensors()})
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

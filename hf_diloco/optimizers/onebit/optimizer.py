@@ -143,6 +143,15 @@ class OneBitOptimizer(Optimizer):
             logger.info("step %d: the second moments are frozen; the momentum travels in 1 bit", self.num_steps)
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after the first step: what ranks exchange is as long as all parameters that were given."""
+        if getattr(self, "_exchanged", None) is not None:
+            raise UnsupportedError(
+                "parameters cannot be added to a 1-bit optimizer after its first step; give all when it is made: "
+                "frozen ones keep still"
+            )
+        super().add_param_group(param_group)
+
     # Methods override these
 
     @abstractmethod
@@ -167,6 +176,8 @@ class OneBitOptimizer(Optimizer):
             gradient = tensor.parameter.grad
             if gradient is None:
                 continue
+            if gradient.is_sparse:
+                raise UnsupportedError("a 1-bit optimizer has a sparse gradient; make the embedding with sparse=False")
             beta1, beta2 = tensor.group["betas"]
             tensor.state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
             tensor.state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
