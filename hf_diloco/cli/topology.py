@@ -51,7 +51,7 @@ class TopologyFigures:
 
     Attributes:
         name, num_nodes, period, is_symmetric, rho, spectral_gap: see `Topology`.
-        largest_stable_beta: see `hf_diloco.methods.topology.stability`.
+        largest_stable_beta: see `hf_diloco.methods.topology.stability`; None: it is not known.
         num_parameters: values in the model.
         bytes_per_step: fp32 bytes that a node sends per step if it sends its vector to each receiver: the mean over
             nodes and steps.
@@ -66,7 +66,7 @@ class TopologyFigures:
     is_symmetric: bool
     rho: float
     spectral_gap: float
-    largest_stable_beta: float
+    largest_stable_beta: float | None
     num_parameters: int
     bytes_per_step: float
     most_bytes_per_step: int
@@ -143,6 +143,7 @@ def measure(topology: Topology, num_parameters: int) -> TopologyFigures:
     steps = [_step(topology, step) for step in range(topology.period or NUM_DRAWN)]
     sent = np.array([[len(receivers) for receivers in step.sends_to] for step in steps])
     num_bytes, num_nodes = _BYTES_PER_VALUE * num_parameters, topology.num_nodes
+    largest = largest_stable_beta(topology)
     return TopologyFigures(
         name=topology.name,
         num_nodes=num_nodes,
@@ -150,7 +151,7 @@ def measure(topology: Topology, num_parameters: int) -> TopologyFigures:
         is_symmetric=topology.is_symmetric,
         rho=topology.rho,
         spectral_gap=topology.spectral_gap,
-        largest_stable_beta=largest_stable_beta(topology),
+        largest_stable_beta=None if math.isnan(largest) else largest,
         num_parameters=num_parameters,
         bytes_per_step=float(sent.mean()) * num_bytes,
         most_bytes_per_step=int(sent.max()) * num_bytes,
@@ -191,7 +192,12 @@ def _rows(figures: TopologyFigures) -> list[tuple[str, str]]:
     changes = "do not change" if figures.period == 1 else drawn_anew
     exact = "" if figures.rho else f": the exact average after {text.counted(figures.period or 0, 'step')}"
     most = f", at most {text.size(figures.most_bytes_per_step)}"
-    stable = f"up to {floor_digits(figures.largest_stable_beta)}" if figures.largest_stable_beta < 1 else "below 1"
+    largest = figures.largest_stable_beta
+    stable = "stable with momentum below 1"
+    if largest is None:
+        stable = "not known with which momentum it is stable"
+    elif largest < 1:
+        stable = f"stable with momentum up to {floor_digits(largest)}"
     return [
         ("graph", f"{figures.name}, {text.counted(figures.num_nodes, 'node')}"),
         ("weights", f"{'symmetric' if figures.is_symmetric else 'not symmetric'}, {changes}"),
@@ -203,7 +209,7 @@ def _rows(figures: TopologyFigures) -> list[tuple[str, str]]:
             f"in a ring all-reduce {text.size(figures.all_reduce_bytes)}",
         ),
         ("of", f"{text.short_count(figures.num_parameters)} fp32 values, once to each receiver"),
-        ("DecentLaM", f"stable with momentum {stable}"),
+        ("DecentLaM", stable),
     ]
 
 

@@ -454,6 +454,7 @@ def test_stability_of_a_topology_of_an_unknown_kind() -> None:
     assert growth(Other(like.period), 0.5) == growth(like, 0.5)
     with pytest.raises(ConfigError, match=r"other: its weights are drawn.*give it a period"):
         check_decentlam(Other(None), 0.5)
+    check_decentlam(Other(None), 0.0)
 
 
 # The package and the command
@@ -548,6 +549,21 @@ def test_the_command_takes_own_weights(tmp_path: Path) -> None:
     output = command(path)
     assert re.search(r"3\s+nodes", output)
     assert "   1  1/2  1/4  1/4   0, 2" in output
+
+
+def test_the_command_takes_an_own_graph_that_is_drawn(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from hf_diloco.methods.topology import RandomMatching, Topology\n"
+        "class Own(Topology):\n"
+        "    name, period, is_symmetric, rho = 'own', None, True, 0.5\n"
+        "    def __init__(self, num_nodes):\n"
+        "        self.num_nodes, self.drawn = num_nodes, RandomMatching(num_nodes)\n"
+        "    def weights(self, step=0):\n"
+        "        return self.drawn.weights(step)\n"
+    )
+    own = f"{tmp_path / 'own.py'}:Own"
+    assert "not known with which momentum it is stable" in command(own)
+    assert json.loads(command(own, "--json"))["largest_stable_beta"] is None
 
 
 @pytest.mark.parametrize(

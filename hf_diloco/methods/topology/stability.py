@@ -59,12 +59,16 @@ def growth(topology: Topology, beta: float, omega: float = 0.0) -> float:
 def largest_stable_beta(topology: Topology, omega: float = 0.0) -> float:
     """Returns the momentum below which a method is stable on a graph; 1 if every momentum is (checked up to 0.999).
 
+    NaN if that is not known, as for a user's own graph whose weights are drawn.
+
     Args:
         topology: as for `growth`.
         omega: the share of the momentum that is averaged; 0: DecentLaM.
     """
     if topology.is_static and topology.is_symmetric and omega <= SAFE_OMEGA:
         return 1.0
+    if topology.period is None and not isinstance(topology, RandomMatching):
+        return math.nan
     growth_with = _growth(topology, omega)
     low = 0.0
     for high in _MOMENTA:  # for a fixed W one bisection would do, as each λ has one limit; products may have several
@@ -116,10 +120,16 @@ def check_momentum_consensus(topology: Topology, beta: float, omega: float) -> N
 
 
 def _largest_below(topology: Topology, beta: float, omega: float) -> float | None:
-    """Returns the limit of stable momentum if `beta` reaches it, else None; raises `ConfigError` if out of range."""
+    """Returns the limit of stable momentum if `beta` reaches it, else None.
+
+    Raises:
+        ConfigError: `beta` is out of range, or it is not known how much momentum the graph bears.
+    """
     if not 0 <= beta < 1:
         raise ConfigError(f"momentum {beta}: give a number from 0 to below 1")
     largest = largest_stable_beta(topology, omega)
+    if beta and math.isnan(largest):
+        growth(topology, beta, omega)  # which says why it is not known
     return largest if beta >= largest else None
 
 
