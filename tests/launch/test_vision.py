@@ -89,7 +89,7 @@ def test_processes_and_threads_make_the_same_model(method: str, file: Path) -> N
     settings = [f"gossip.method={method}", *(["gossip.options={combine_first: true}"] if method == "dmsgd" else [])]
     run([*LAUNCH, file, *settings, "--name", "processes"], timeout=PATIENCE)
     simulated: Command = [*LAUNCH, file, *settings, "--simulate", "3", "--name", "threads"]
-    completed = run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})
+    completed = run(simulated, timeout=PATIENCE)
     assert "the mean of 3 nodes: accuracy" in completed.output
     runs = file.parent / "runs"
     assert_equal(runs / "processes", runs / "threads")
@@ -126,7 +126,7 @@ def test_slow_momentum_in_processes_and_threads(method: str, average: str, file:
     settings += [f"gossip.method={method}"]
     run([*LAUNCH, file, *settings, "--name", "processes"], timeout=PATIENCE)
     simulated: Command = [*LAUNCH, file, *settings, "--simulate", "4", "--name", "threads"]
-    run(simulated, timeout=PATIENCE, env={"OMP_NUM_THREADS": 1})
+    run(simulated, timeout=PATIENCE)
     runs = file.parent / "runs"
     assert_equal(runs / "processes", runs / "threads")
     for name in ("processes", "threads"):

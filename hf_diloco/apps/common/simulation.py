@@ -30,7 +30,8 @@ def train_together(
 ) -> int:
     """Trains all islands or nodes, one computing at a time; returns the exit code.
 
-    On Ctrl-C, each of them finishes its step and writes a checkpoint.
+    Each computes with `launch.threads` threads, as its process would. On Ctrl-C, each of them finishes
+    its step and writes a checkpoint.
 
     Args:
         runs: the run of each participant.
@@ -70,7 +71,7 @@ def train_together(
     def stop() -> None:
         threading.Thread(target=ask_until_they_end, name="hf-diloco-stop", daemon=True).start()
 
-    with _signal_handlers(stop, is_command):
+    with _signal_handlers(stop, is_command), _threads_of(runs[0]):
         for thread in threads:
             thread.start()
         try:
@@ -82,6 +83,19 @@ def train_together(
     if errors:
         raise errors[0]
     return STOPPED if STOPPED in codes else 0
+
+
+@contextmanager
+def _threads_of(run: BaseRun) -> Iterator[None]:
+    """Threads that begin inside compute with as many threads as the run says."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(run.launch.threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
