@@ -130,6 +130,7 @@ class CheckpointFolder:
         Returns:
             Whether the checkpoint is complete. If not, the failure has been logged.
         """
+        self._ranks.barrier()  # or other callbacks of some rank may still write what belongs to it
         try:
             write(checkpoint)
         except CheckpointError as error:

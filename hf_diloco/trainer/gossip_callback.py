@@ -303,7 +303,6 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Marks the checkpoint as complete."""
-        self._ranks.barrier()
         self.node.rekey()  # as on resuming from here, and as neighbours do when they save
         self._need_record().mix(state.global_step)
         super().on_save(args, state, control, **kwargs)

@@ -33,6 +33,9 @@ class Threads(IslandGroup):
         self._meeting.wait()
         return said
 
+    def from_leader(self, item: Any) -> Any:
+        return self.gather(item)[0]
+
 
 @pytest.mark.parametrize(
     ("met", "raised"),
@@ -76,3 +79,17 @@ def test_a_rank_whose_own_writer_of_a_checkpoint_fails_is_named_on_the_others(tm
     assert isinstance(first, CheckpointError)
     assert str(first) == f"{tmp_path / 'one'} is not whole: rank 1 failed to write it (ValueError: no such shard)"
     assert isinstance(second, ValueError)
+
+
+def test_a_checkpoint_is_looked_through_when_all_ranks_have_written_their_part(tmp_path: Path) -> None:
+    """As a 1-bit optimizer's callback does, which writes each rank's errors."""
+    meeting, items, is_looked_through = threading.Barrier(2), dict[int, Any](), threading.Event()
+
+    def call(rank: int) -> bool:
+        ranks = Threads(rank, meeting, items)
+        checkpoints = CheckpointFolder(tmp_path, ranks, "record", lambda _: [], None, True, False)
+        is_too_early = rank == 1 and is_looked_through.wait(0.2)  # while this rank writes
+        checkpoints.complete(tmp_path / "one", lambda _: is_looked_through.set(), limit=0)
+        return is_too_early
+
+    assert try_islands(2, call) == [False, False]
