@@ -147,7 +147,7 @@ def run_island(order: dict[str, Any]) -> None:
             if session.outer.num_begun > len(starts):
                 starts.append(time.monotonic())
             ends[-1] = time.monotonic()  # what capture and landing take is no part of a step
-    session.settle()
+    session.drain()
     session.leave(finished=True)
     print(json.dumps({"ends": ends, "flights": flights}), flush=True)
 

@@ -207,7 +207,7 @@ def standstill(args: argparse.Namespace) -> dict[str, float]:
             begin = time.perf_counter()
             session.advance()
             behind.append(time.perf_counter() - begin)
-            session.settle()
+            session.drain()
             session.outer.count_step()
             session.advance()
         session.leave(finished=False)

@@ -236,7 +236,7 @@ class CountingObjects:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
-        self.trips += name in ("ask", "decide") or (name in ("get", "list") and self._store.sights.current is None)
+        self.trips += name in ("poll", "decide") or (name in ("get", "list") and self._store.listings.current is None)
         return getattr(self._store, name)
 
 

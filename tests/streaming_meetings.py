@@ -57,7 +57,7 @@ class Streamer(Member):
         """As long as it takes."""
         while self.session.outer.round < round_number:
             self.stream(1)
-        return self.settle()
+        return self.drain()
 
     def advance(self, is_last: bool = False) -> None:
         try:
@@ -76,13 +76,13 @@ class Streamer(Member):
             self.session.outer.count_step(1.0)
         self.advance()
 
-    def settle(self) -> Streamer:
-        self.reports += self.session.settle()
+    def drain(self) -> Streamer:
+        self.reports += self.session.drain()
         return self
 
     def save(self, folder: Path) -> Path:
         folder.mkdir(parents=True)
-        self.settle()
+        self.drain()
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save({**state, "num_steps": self.num_steps}, folder / "model.pt")
         save_state(self.session.outer, folder, 0, {})
@@ -119,4 +119,4 @@ class Streams(Meeting):
 
 
 def train_all(islands: list[Streamer], num_steps: int, total: int = 10**9) -> list[Streamer]:
-    return run_islands(len(islands), lambda island: islands[island].stream(num_steps, total).settle())
+    return run_islands(len(islands), lambda island: islands[island].stream(num_steps, total).drain())

@@ -154,7 +154,7 @@ def _run_island(
             reports += session.advance()
     setting.synchronize()
     seconds = (time.perf_counter() - begin) / (order["num_steps"] - num_warm)
-    reports += session.settle()
+    reports += session.drain()
     session.leave(finished=True)
     return seconds, reports
 

@@ -56,7 +56,7 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
                 raise
             raise RendezvousError(f"{error}; `hf-diloco report {run}` shows what it has recorded") from None
         if interval is None:
-            status = observer.settle()
+            status = observer.look_until_known()
             if as_json:
                 print(status.model_dump_json(indent=2))
             else:

@@ -154,7 +154,7 @@ class Neighbours(ABC):
         Not collective: it does not matter which nodes call it.
         """
 
-    def settle(self) -> None:  # noqa: B027 - as `begin`
+    def drain(self) -> None:  # noqa: B027 - as `begin`
         """Waits until the exchange that `begin` started is complete; `vectors` may change from then on.
 
         The outcome is kept for `mix`.

@@ -150,8 +150,8 @@ class NodeNeighbours(Neighbours):
             begun = self._begun = self._prepare(vectors, outs, step)
             self._ahead.start(lambda: inner.mix(begun.given, begun.taken, step))
 
-    def settle(self) -> None:
-        self._ahead.settle()
+    def drain(self) -> None:
+        self._ahead.drain()
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
         begun, self._begun = self._begun, None
@@ -246,7 +246,7 @@ class NodeNeighbours(Neighbours):
     @property
     def _inner(self) -> Neighbours | None:
         """The leader's neighbours; waits until nothing is in flight."""
-        self._ahead.settle()
+        self._ahead.drain()
         return self._leaders
 
     def _on_leader(self, call: Callable[[Neighbours], T]) -> T:

@@ -137,7 +137,7 @@ class Ahead:
         self._outcome, self._asked = Future(), math.inf
         self._requests.put((self._outcome, call))
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Waits until nothing is in flight; raises nothing. The outcome is kept for `take`."""
         if self._outcome is not None:
             self._asked = min(self._asked, time.monotonic())
@@ -150,7 +150,7 @@ class Ahead:
             Exception: whatever the call raised.
         """
         assert self._outcome is not None, "no exchange has begun"
-        self.settle()
+        self.drain()
         outcome, self._outcome = self._outcome, None
         traffic, begun, ended = outcome.result()
         return traffic, max(0.0, min(ended, self._asked) - begun)

@@ -26,7 +26,7 @@ from hf_diloco.membership.round_records import (
     offer_path,
     why_useless,
 )
-from hf_diloco.store.question import Awaited
+from hf_diloco.store.long_poll import Awaited
 
 _RETRY_SECONDS = 0.5
 """How long an attempt waits for islands that the last one lost: after a mere link failure they are back at once."""
@@ -168,7 +168,7 @@ class Candidates:
         is_here = heartbeat is not None and (heartbeat.phase == "syncing" or heartbeat.count <= offer.heartbeat)
         return is_here and self._members.incarnation_of(offer.island) == offer.incarnation
 
-    def at_it(self, offers: Sequence[OfferRecord]) -> set[int]:
+    def carrying_out(self, offers: Sequence[OfferRecord]) -> set[int]:
         """Returns the islands of these offers that are carrying out the plan, even as another process than offered."""
         alive = self._members.alive()
         syncing = {island for island, heartbeat in alive.items() if heartbeat.phase == "syncing"}

@@ -215,7 +215,7 @@ class Decisions:
                     raise
             looks_left -= 1
             self._clock.sleep(SETTLE_SECONDS / _LOOKS)
-            self._log.store.sights.current = None  # a cached answer would stay corrupt
+            self._log.store.listings.current = None  # a cached answer would stay corrupt
 
 
 def plan_path(attempt: str) -> str:

@@ -23,7 +23,7 @@ import psutil
 from hf_diloco.errors import DuplicateIslandError, StoreError, UnknownIdentityError
 from hf_diloco.membership.member_records import HeartbeatRecord, IncarnationRecord, Phase, incarnation_path
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.question import Watch, looking_once
+from hf_diloco.store.long_poll import Watch, looking_once
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import Wait, WaitNotes
 

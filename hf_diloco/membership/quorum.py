@@ -40,7 +40,7 @@ from hf_diloco.membership.round_records import (
 )
 from hf_diloco.membership.run import check_run
 from hf_diloco.membership.voting import Voting
-from hf_diloco.store.question import Watch
+from hf_diloco.store.long_poll import Watch
 from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes
 

@@ -43,7 +43,7 @@ from hf_diloco.membership.round_records import (
     vote_path,
 )
 from hf_diloco.store.log import RunLog
-from hf_diloco.store.question import looking_once
+from hf_diloco.store.long_poll import looking_once
 from hf_diloco.utils.text import name_all, numbers, plural
 from hf_diloco.utils.threads import call_behind
 

@@ -100,26 +100,26 @@ class Voting:
         watch = self._log.watch([folder, "heartbeats"], self.clock, vote_path(folder, own), vote, awaited)
         deadline = self.clock.now() + self.rules.grace
         while True:
-            votes, at_it = watch.ask(
-                partial(self._look, folder, participants, mean), partial(self.candidates.at_it, offers)
+            votes, carrying_out = watch.ask(
+                partial(self._look, folder, participants, mean), partial(self.candidates.carrying_out, offers)
             )
             if self.should_stop() or self.clock.now() >= deadline:
-                at_it = set()
+                carrying_out = set()
             if isinstance(votes, OutcomeRecord):
                 return votes
-            at_it.discard(own)
+            carrying_out.discard(own)
             won_by = winner(participants, votes)
             silent = participants - votes.keys()
-            if won_by is None and not silent & at_it:
+            if won_by is None and not silent & carrying_out:
                 for island in silent:
                     self._place(folder, island, ABSTENTION)
                 continue
-            if won_by is not None and not (self.rules.needs_presence and silent & at_it):
+            if won_by is not None and not (self.rules.needs_presence and silent & carrying_out):
                 if won_by == mean:
                     return self.decisions.decide(folder, OutcomeRecord(by=own, kind="commit", mean=mean))
                 if won_by == ABSTENTION:
                     return self._abort(folder, "its participants hold different averages, or none has voted", True)
-                if not any(votes.get(island) == won_by for island in at_it):
+                if not any(votes.get(island) == won_by for island in carrying_out):
                     return self._abort(folder, "those who agree on another average are gone", False)
             others = participants - {own}
             wait.look(silent & others or others)

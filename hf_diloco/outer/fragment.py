@@ -112,12 +112,12 @@ class Fragment:
 
     @property
     def scratch(self) -> torch.Tensor:
-        """This fragment's fp32 host vector, `partition.numel` values; taken from the pool until `release`."""
+        """This fragment's fp32 host vector, `partition.numel` values; taken from the pool until `release_scratch`."""
         if self._vector is None:
             self._vector = self._pool.take()
         return self._vector[: self.partition.numel]
 
-    def release(self) -> None:
+    def release_scratch(self) -> None:
         """Returns the scratch vector to the pool."""
         if self._vector is not None:
             self._pool.give(self._vector)

@@ -105,7 +105,7 @@ class OuterState:
         """Whether the inner steps of the next round are done."""
         return self.current.steps >= self.current.due_at
 
-    def landing(self, at_once: bool = False) -> Fragment | None:
+    def next_install(self, at_once: bool = False) -> Fragment | None:
         """Returns the fragment whose round is due to land, the earliest if there are several; None if there is none.
 
         Args:
@@ -169,7 +169,7 @@ class OuterState:
         """Makes the master weights the first outer parameters."""
         for fragment in self.fragments:
             fragment.begin()
-            self.rest(fragment)
+            self.release_scratch(fragment)
         self.make_digests()
 
     # The outer parameters between rounds
@@ -196,7 +196,7 @@ class OuterState:
         """Returns the distance of the masters from the outer parameters, for each fragment and dtype.
 
         It is the norm of the difference. Collective over the island's ranks. Nothing may be in flight to other
-        islands: see `BaseSession.settle`.
+        islands: see `BaseSession.drain`.
 
         Args:
             dtypes: the masters are rounded to each of these first.
@@ -210,7 +210,7 @@ class OuterState:
                 for number, dtype in enumerate(dtypes):
                     torch.sub(outer, delta.copy_(own.to(dtype)), out=delta)
                     squares[number] += float(delta.dot(delta))
-            self.rest(fragment)
+            self.release_scratch(fragment)
             found.append([math.sqrt(square) for square in self.island.sum(squares)])
         return found
 
@@ -267,12 +267,12 @@ class OuterState:
         fragment.install_in = None
         fragment.start_anew()
 
-    def land(self, fragment: Fragment) -> None:
+    def install(self, fragment: Fragment) -> None:
         """Installs the outer parameters of the last round of `fragment` in the masters, if that is still pending."""
         if fragment.install_in is not None:
             fragment.write_masters(fragment.method.kept_share(self.config))
             fragment.install_in = None
-            self.rest(fragment)
+            self.release_scratch(fragment)
 
     def jump(self, states: Sequence[dict[str, torch.Tensor]], round_number: int) -> None:
         """Loads the outer state after round `round_number`, and keeps this island's own progress on top of it.
@@ -282,10 +282,10 @@ class OuterState:
             round_number: rounds completed.
         """
         for fragment, state in zip(self.fragments, states, strict=True):
-            self.land(fragment)
+            self.install(fragment)
             with self.keeping_progress(fragment):
                 fragment.method.load_state_dict(state)
-            self.rest(fragment)
+            self.release_scratch(fragment)
         self.make_digests()
         steps_left = self.steps_left
         self.round = self.num_begun = round_number
@@ -340,7 +340,7 @@ class OuterState:
         digests = [fragment.digest for fragment in self.fragments]
         self.outer_hash = digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
-    def rest(self, fragment: Fragment) -> None:
+    def release_scratch(self, fragment: Fragment) -> None:
         """Releases the scratch vector of `fragment` for use by other fragments, after its round has ended."""
         if len(self.fragments) > 1:
-            fragment.release()
+            fragment.release_scratch()

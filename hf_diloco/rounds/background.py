@@ -35,13 +35,13 @@ class Background:
 
     Attributes:
         last_end: when training last resumed, in seconds of the monotonic clock.
-        is_landing: inner steps are waiting for a round that is due to land.
+        is_installing: inner steps are waiting for a round that is due to land.
     """
 
     def __init__(self, outer: OuterState, carry_out: Callable[[Contribution], SyncReport]) -> None:
         self.outer = outer
         self.last_end = time.monotonic()
-        self.is_landing = False
+        self.is_installing = False
         self._carry_out = carry_out
         self._pool = ThreadPoolExecutor(1, "hf-diloco-round", initializer=_take_one_core)
         self._under_way: deque[tuple[Contribution, Future[SyncReport]]] = deque()
@@ -74,14 +74,14 @@ class Background:
 
         self._under_way.append((own, self._pool.submit(run)))
 
-    def take_off(self) -> None:
+    def begin_due_round(self) -> None:
         """Begins the round that is due."""
         own = self.begin()
         own.fragment.install_in = min(self.outer.config.delay, own.fragment.due_at)
         self.start(own)
         self.last_end = time.monotonic()
 
-    def land(self, fragment: Fragment) -> list[SyncReport]:
+    def install(self, fragment: Fragment) -> list[SyncReport]:
         """Waits for the round of `fragment`, if it is still in flight, and installs its result in the masters.
 
         Raises:
@@ -89,22 +89,22 @@ class Background:
         """
         reports = []
         if self.oldest and self.oldest.fragment is fragment:
-            self.is_landing = True
+            self.is_installing = True
             try:
                 reports.append(self.collect())
             finally:
-                self.is_landing = False
-        landing = time.monotonic()
-        self.outer.land(fragment)
+                self.is_installing = False
+        begun = time.monotonic()
+        self.outer.install(fragment)
         self.last_end = time.monotonic()
-        seconds = self.last_end - landing
+        seconds = self.last_end - begun
         return [replace(report, seconds_applying=report.seconds_applying + seconds) for report in reports]
 
     def collect(self) -> SyncReport:
         """Waits for the oldest round in flight.
 
         Raises:
-            DiLoCoError: as `land`.
+            DiLoCoError: as `install`.
         """
         begun = time.monotonic()
         try:
@@ -122,11 +122,11 @@ class Background:
             future.exception()
             own.give_back()
         for fragment in self.outer.fragments:
-            self.outer.rest(fragment)
+            self.outer.release_scratch(fragment)
         self.outer.num_begun = self.outer.round
         self._has_failed = False
 
-    def settle(self) -> tuple[list[SyncReport], DiLoCoError | None]:
+    def drain(self) -> tuple[list[SyncReport], DiLoCoError | None]:
         """Waits for all rounds in flight; returns the reports of those that ended, and the first error, if any."""
         reports = []
         try:

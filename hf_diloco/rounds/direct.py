@@ -130,7 +130,7 @@ class DirectEngine(Engine):
     def values_of(self, offer: OfferRecord) -> torch.Tensor | None:
         return None
 
-    def settled(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:
+    def on_outcome(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:
         if outcome.kind == "abort":
             self.close()
         elif mean is not None and outcome.by == self.config.island and not planned.is_committed:
@@ -139,7 +139,7 @@ class DirectEngine(Engine):
             )
             self._upload.start()
 
-    def rest(self) -> None:
+    def wait_for_uploads(self) -> None:
         if self._upload:
             self._upload.join()
             self._upload = None

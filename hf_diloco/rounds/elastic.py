@@ -45,8 +45,8 @@ from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.sealing.stored import BlockSeal
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.log import RunLog
+from hf_diloco.store.long_poll import looking_once
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.question import looking_once
 from hf_diloco.store.rendezvous import StoreHost, warn_if_exposed
 from hf_diloco.store.signing import NO_RUN
 from hf_diloco.transport.base import RateLimit
@@ -158,7 +158,7 @@ class ElasticSession(BaseSession):
             if not self._has_last_round:
                 joining.await_islands()
             self.island.on_leader(partial(check_own_folder, self.members))
-            joining.let_round_pass()
+            joining.skip_imminent_round()
             if self._is_late:
                 self._pace.align_to_others()
             self._is_training = True
@@ -258,10 +258,10 @@ class ElasticSession(BaseSession):
         except (StoreError, IslandLostError) as error:
             raise self._missed(error) from None
 
-    def settle(self) -> list[SyncReport]:
-        reports = super().settle()
+    def drain(self) -> list[SyncReport]:
+        reports = super().drain()
         if self._is_training:  # else it leaves before `join` is done
-            self.rounds.rest()
+            self.rounds.wait_for_uploads()
         return reports
 
     def take_refused(self) -> dict[int, str]:
@@ -277,7 +277,7 @@ class ElasticSession(BaseSession):
         else:
             self._pace.align()
             with suppress(StoreError):
-                self.rounds.rest()
+                self.rounds.wait_for_uploads()
                 self.rounds.archive.rescue_snapshot(self._pace.is_first, self._pace.others_join)
         return MissedRoundError(
             f"round {self.outer.round + 1} is missed, and due again after {self.outer.steps_left} more steps: {error}"
@@ -311,7 +311,7 @@ class ElasticSession(BaseSession):
                 planned = self.rounds.agree(own)
             fragment = self.outer.current
             report = self.rounds.follow(planned, clock, own=own) or report
-            self.outer.rest(fragment)
+            self.outer.release_scratch(fragment)
             if report is not None and not fragment.steps:
                 self.rounds.archive.write_snapshot_if_due()
                 return report
@@ -342,7 +342,7 @@ class ElasticSession(BaseSession):
         self.has_left, self.has_finished = True, finished
         self._is_closing = not finished
         try:
-            self.settle()
+            self.drain()
             self._is_closing = False
             if not finished and self._is_training and self.outer.steps:
                 self.rounds.publish_and_leave()

@@ -74,7 +74,7 @@ class ElasticRounds(Rounds):
                     self.check_state(planned)
                 return planned
             except PayloadError as error:
-                self.rest()
+                self.wait_for_uploads()
                 self.archive.skip(number, error, is_resuming, is_resuming or self._offers.has_offered(number))
 
     def _find(self, number: int) -> Attempt | None:
@@ -105,14 +105,14 @@ class ElasticRounds(Rounds):
 
     def capture(self, clock: SyncClock) -> Contribution:
         """See `round.capture`; first waits for the scratch vector, and installs pending outer parameters."""
-        self.rest()
-        self.outer.land(self.outer.current)
+        self.wait_for_uploads()
+        self.outer.install(self.outer.current)
         return capture(self.outer, clock)
 
     def rescue_average(self) -> None:
         """Calls `Archive.rescue_average` after this island's uploads of averages have ended."""
         if self._is_direct:
-            self.rest()
+            self.wait_for_uploads()
             self.archive.rescue_average()
 
     def publish_and_leave(self) -> None:
@@ -131,10 +131,10 @@ class ElasticRounds(Rounds):
 
         self.island.on_leader(leave)
 
-    def rest(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Waits until no upload of an average is in flight; then its vector may be overwritten."""
         for engine in self.archive.engines:
-            engine.rest()
+            engine.wait_for_uploads()
         while self._lent:
             fragment, vector = self._lent.pop()
             fragment.take_back(vector)
@@ -142,7 +142,7 @@ class ElasticRounds(Rounds):
     def close(self) -> None:
         """Closes all connections, after all uploads to the store have ended."""
         self.archive.snapshots.wait()
-        self.rest()
+        self.wait_for_uploads()
         for engine in self.archive.engines:
             engine.close()
 
@@ -155,7 +155,7 @@ class ElasticRounds(Rounds):
             RoundPassed: the round takes place, but without this contribution; use `follow` to carry it out.
             IslandLostError, StoreError: the round does not take place. Nothing was changed.
         """
-        self.rest()
+        self.wait_for_uploads()
         mean = self._lend(own)  # another attempt needs the pseudo-gradient again
         while True:
             planned = self.agree(own)
@@ -180,8 +180,8 @@ class ElasticRounds(Rounds):
             own: its progress, if that was captured just now; saves reading the model again.
         """
         if own is None:
-            self.rest()
-            self.outer.land(self.outer.current)
+            self.wait_for_uploads()
+            self.outer.install(self.outer.current)
         steps = self.outer.steps
         part = self._offers.part_in(planned, steps, is_resuming)
         try:
@@ -213,7 +213,7 @@ class ElasticRounds(Rounds):
             return None
 
     def _lend(self, own: Contribution) -> torch.Tensor:
-        """Returns a second vector beside the pseudo-gradient, valid until `rest`."""
+        """Returns a second vector beside the pseudo-gradient, valid until `wait_for_uploads`."""
         mean = own.fragment.lend()
         self._lent.append((own.fragment, mean))
         return mean
@@ -265,10 +265,10 @@ class ElasticRounds(Rounds):
             outcome = super().vote(planned, digest)
         return outcome
 
-    def settle(
+    def apply_outcome(
         self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
     ) -> bool:
-        """See `Rounds.settle`; returns False if the attempt is aborted, or committed with another average.
+        """See `Rounds.apply_outcome`; returns False if the attempt is aborted, or committed with another average.
 
         Raises:
             DivergedError: averages have differed repeatedly, by this island's fault or for an unknown reason.
@@ -279,7 +279,7 @@ class ElasticRounds(Rounds):
             engine.close()
             raise self._diverged(planned, fault)
         if outcome.kind == "abort":
-            engine.settled(planned, outcome, None)
+            engine.on_outcome(planned, outcome, None)
             self._offers.forget(outcome.unusable)
             self._check_patience(planned, outcome)
             return False
@@ -287,7 +287,7 @@ class ElasticRounds(Rounds):
             engine.close()
             return False
         self.archive.snapshots.wait()  # reads the state that changes now
-        engine.settled(planned, outcome, mean)
+        engine.on_outcome(planned, outcome, mean)
         self.refused |= {int(island): reason for island, reason in planned.agreed.left_out.items()}
         self.archive.complete(planned, outcome)
         if self.island.is_leader:

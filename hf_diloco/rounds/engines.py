@@ -62,11 +62,11 @@ class Engine(ABC):
         """Whether late islands can get the average of a committed attempt of round `number` from the store."""
         return True
 
-    def settled(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:  # noqa: B027
-        """Called with the outcome of each attempt. `mean`: this rank's part of the average, valid until `rest`."""
+    def on_outcome(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:  # noqa: B027
+        """Called with the outcome of each attempt; `mean`, this rank's part, stays valid until `wait_for_uploads`."""
 
-    def rest(self) -> None:  # noqa: B027
-        """Waits until `settled` no longer reads the average."""
+    def wait_for_uploads(self) -> None:  # noqa: B027
+        """Waits until `on_outcome` no longer reads the average."""
 
     def close(self) -> None:  # noqa: B027
         """Closes all connections."""

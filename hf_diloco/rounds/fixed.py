@@ -275,7 +275,7 @@ class FixedSession(BaseSession):
         self.has_left, self.has_finished = True, finished
         self._is_closing = not finished
         try:
-            self.settle()
+            self.drain()
             self.island.on_leader(farewell)
         finally:  # also after an interrupt
             self.close()

@@ -131,10 +131,10 @@ class FixedRounds(Rounds):
         if damage is not None:
             raise damage
 
-    def settle(
+    def apply_outcome(
         self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
     ) -> bool:
-        """See `Rounds.settle`.
+        """See `Rounds.apply_outcome`.
 
         Raises:
             DivergedError: the islands' averages differ or were corrupt in all `MAX_TRIES` attempts.
@@ -159,7 +159,7 @@ class FixedRounds(Rounds):
         self.outer.drop_progress(own.fragment)
         for one in own.further_vectors:
             one.partition.scatter(one.values)
-        self.outer.rest(own.fragment)
+        self.outer.release_scratch(own.fragment)
 
     def broadcast(self, partition: Partition, vector: torch.Tensor) -> None:
         """Broadcasts island 0's values of this rank's vector to all islands."""

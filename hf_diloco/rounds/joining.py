@@ -276,9 +276,9 @@ class Joining:
                 may_come = not members.incarnation_of(self.run.by) and self._clock.now() < deadline
                 if self.run.by == members.island or not (self.run.by in alive or may_come):
                     return None
-            self._rest(wait, "a sound snapshot" if start else f"the outer parameters of island {self.run.by}")
+            self._pause(wait, "a sound snapshot" if start else f"the outer parameters of island {self.run.by}")
 
-    def _rest(self, wait: Wait, missing: str) -> None:
+    def _pause(self, wait: Wait, missing: str) -> None:
         """Waits for a moment, and logs what is missing; raises `StopRequested` if this island is asked to stop."""
         if self.should_stop():
             raise StopRequested
@@ -295,7 +295,7 @@ class Joining:
         self.island.on_leader(lambda: await_islands(self.config, self.pace.members, self.should_stop, self._clock))
         self.rounds.archive.rescue_start()
 
-    def let_round_pass(self) -> None:
+    def skip_imminent_round(self) -> None:
         """Skips a round that the others are about to plan, so that they need not wait for this island to train."""
         if self.outer.round == 0:  # at the start of the run all take part
             return
@@ -315,7 +315,7 @@ class Joining:
                     self.stand("passing")
                 if has_plan():
                     return True
-                self._rest(note, "the others, which begin it without this island")
+                self._pause(note, "the others, which begin it without this island")
             return has_plan()  # they were faster
 
         while self.island.on_leader(wait):

@@ -266,7 +266,7 @@ class Rounds(ABC):
             return None
         with own.clock.counts("waiting"):
             outcome = self.vote(planned, stats.digest)
-        if not self.settle(planned, own, mean, stats.digest, outcome):
+        if not self.apply_outcome(planned, own, mean, stats.digest, outcome):
             return None
         weights = planned.participants
         took_part = own.part is Part.WHOLE and self.config.island in weights
@@ -287,7 +287,7 @@ class Rounds(ABC):
         return self.island.on_leader(lambda: self.decider.commit(planned, digest), OutcomeRecord)
 
     @abstractmethod
-    def settle(
+    def apply_outcome(
         self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
     ) -> bool:
         """Acts on an outcome; returns whether the round is committed. If not, it needs another attempt."""

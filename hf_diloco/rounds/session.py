@@ -58,7 +58,7 @@ class BaseSession(ABC):
         self._talk = IslandGroup(timeout=config.longest_wait) if self._overlaps else island
         self._background = Background(self.outer, self._carry_out_behind)
         self._pulls = find_method(config.method).pulls
-        self._failure: DiLoCoError | None = None  # of a round that `settle` waited for
+        self._failure: DiLoCoError | None = None  # of a round that `drain` waited for
         self._reports: list[SyncReport] = []  # kept for the next call if a round fails
         self.has_left = self.has_finished = False
         self.chosen = ""
@@ -164,7 +164,7 @@ class BaseSession(ABC):
     @property
     def _holds_up_training(self) -> bool:
         """Whether inner steps are waiting for a round that should have overlapped with them, so for late islands."""
-        return self._background.is_landing and self._pulls
+        return self._background.is_installing and self._pulls
 
     def _choose(self) -> None:
         """Replaces "auto" settings by values, now that the number of rounds is known."""
@@ -194,7 +194,7 @@ class BaseSession(ABC):
         Args:
             is_last: that was the last step of the run.
         """
-        if self._failure or self.outer.is_due or self.outer.landing() is not None:
+        if self._failure or self.outer.is_due or self.outer.next_install() is not None:
             return True
         return is_last and self._is_streaming and self._is_ahead
 
@@ -217,14 +217,14 @@ class BaseSession(ABC):
         self._raise_failure()
         if self._pulls and self.outer.steps and (self.outer.is_due or is_last):
             self.outer.current.install_in = 0  # also if no round is in flight, as at the start
-        while (fragment := self.outer.landing(at_once=is_last)) is not None:
-            self._reports += self._background.land(fragment)
+        while (fragment := self.outer.next_install(at_once=is_last)) is not None:
+            self._reports += self._background.install(fragment)
         if is_last and self._is_streaming:
             while self.outer.steps and not self.is_over:
                 self._reports.append(self.sync())
         elif self._overlaps:
             if self.outer.is_due and not self._has_begun_all:
-                self._background.take_off()
+                self._background.begin_due_round()
         elif (self.outer.is_due or is_last) and not self.is_over:
             self._reports.append(self.sync())  # after the last step: steps of missed rounds may be left
         return self._take_reports()
@@ -264,7 +264,7 @@ class BaseSession(ABC):
     def _carry_out(self, own: Contribution) -> SyncReport:
         """Carries out the round of a contribution, on a thread behind the inner steps."""
 
-    def settle(self) -> list[SyncReport]:
+    def drain(self) -> list[SyncReport]:
         """Waits for the rounds in flight, so that a checkpoint can be written. They still land when they are due.
 
         Afterwards no traffic to other islands is in flight.
@@ -272,13 +272,13 @@ class BaseSession(ABC):
         Returns:
             The figures of the rounds that ended. A failure is raised by the next `advance`.
         """
-        reports, failure = self._background.settle()
+        reports, failure = self._background.drain()
         self._reports += reports
         self._failure = failure or self._failure
         return self._take_reports()
 
     def _raise_failure(self) -> None:
-        """Raises the error that `settle` kept, once."""
+        """Raises the error that `drain` kept, once."""
         failure, self._failure = self._failure, None
         if failure:
             raise failure

@@ -34,7 +34,7 @@ from hf_diloco.membership.round_records import (
     round_of,
 )
 from hf_diloco.membership.run import open_run
-from hf_diloco.store.failures import CutShortError
+from hf_diloco.store.failures import TruncatedError
 from hf_diloco.store.folder import Entry
 from hf_diloco.store.log import Record
 from hf_diloco.store.objects import ObjectStore
@@ -158,7 +158,7 @@ def _move(store: ObjectStore, finding: Finding, taken: set[str]) -> Finding:
     taken.add(target)
     try:
         store.move(finding.path, target)
-    except CutShortError:
+    except TruncatedError:
         target = "(nowhere: it is gone by now)"
     return finding.model_copy(update={"moved_to": target})
 

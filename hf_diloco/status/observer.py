@@ -108,7 +108,7 @@ class Observer:
                 self._begin(run, log)
             self._named_at = named_at
 
-    def settle(self) -> RunStatus:
+    def look_until_known(self) -> RunStatus:
         """Looks until it knows which islands are alive: at most a little longer than two heartbeats."""
         status = self.look()
         while any(island.presence == "unknown" for island in status.islands):

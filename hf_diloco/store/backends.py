@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.store.folder import Entry, Folder, cut
-from hf_diloco.store.question import MAX_DATA_BYTES, Answer, Question
+from hf_diloco.store.long_poll import MAX_DATA_BYTES, PollRequest, PollResponse
 from hf_diloco.utils.urls import host_and_port, split_server_url
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Cloud:
 
 
 class Server(Cloud):
-    """Objects on a server of ours. Small ones travel in the questions that only such a server answers.
+    """Objects on a server of ours. Small ones travel in the long polls that only such a server answers.
 
     Args:
         address: of the server, as http://HOST:PORT.
@@ -162,10 +162,10 @@ class Server(Cloud):
         self._has_answered = False
 
     def greet(self) -> None:
-        self._ask()  # bypasses the proxies that the environment names
+        self._poll()  # bypasses the proxies that the environment names
 
     def create(self, path: str, data: bytes) -> bytes:
-        found = self._ask(create={path: data}).created.get(path)
+        found = self._poll(create={path: data}).created.get(path)
         if found is None:  # an existing object that is too large to send, or unreadable
             raise FileExistsError(path)
         return found
@@ -176,7 +176,7 @@ class Server(Cloud):
         if pace or data.nbytes > MAX_DATA_BYTES:
             super().put(path, data, pace, is_lasting)
         else:
-            self._ask(put={path: bytes(data)}, is_lasting=is_lasting)
+            self._poll(put={path: bytes(data)}, is_lasting=is_lasting)
 
     def read(self, path: str, limit: int) -> bytes:
         _, data = self.read_tagged(path, limit)
@@ -187,31 +187,31 @@ class Server(Cloud):
         return data
 
     def read_tagged(self, path: str, limit: int) -> tuple[str, bytes | None]:
-        found = self._ask(paths=[path]).objects.get(path)
+        found = self._poll(paths=[path]).objects.get(path)
         if found is None:
             raise FileNotFoundError(path)
         return found
 
     def replace(self, path: str, tag: str, data: bytes) -> bool:
-        return self._ask(replace={path: (tag, data)}).created.get(path) == data
+        return self._poll(replace={path: (tag, data)}).created.get(path) == data
 
-    def _ask(self, **what: Any) -> Answer:
-        return self.ask(Question(**what))
+    def _poll(self, **what: Any) -> PollResponse:
+        return self.poll(PollRequest(**what))
 
-    def ask(self, question: Question) -> Answer:
-        """Sends a question; see `store.question`.
+    def poll(self, poll: PollRequest) -> PollResponse:
+        """Sends a long poll; see `store.long_poll`.
 
         Raises:
             ConnectionRefusedError: nobody listens there.
             OSError: no answer, or a refusal.
             RendezvousError: the server does not know such requests and has never answered one.
         """
-        limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + question.seconds)
+        limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + poll.seconds)
         try:
             said = self._connections.request(
                 "POST",
                 self._path,
-                body=question.model_dump_json(exclude_defaults=True).encode(),
+                body=poll.model_dump_json(exclude_defaults=True).encode(),
                 timeout=limits,
                 preload_content=False,
                 decode_content=False,
@@ -227,7 +227,7 @@ class Server(Cloud):
                 )
             if said.status != 200:
                 raise ConnectionError(f"status code: {said.status} {said.reason} {data[:300]!r}")
-            answer = Answer.model_validate_json(data)
+            answer = PollResponse.model_validate_json(data)
             self._has_answered = True
             return answer
         except urllib3.exceptions.NewConnectionError as error:
@@ -275,7 +275,7 @@ def open_backend(url: str, timeout: float, read_only: bool, max_retries: int = 1
     if server := split_server_url(url):
         scheme, host, port, path = server
         address = f"{scheme}://{host_and_port(host, port)}"
-        if scheme == "http":  # connect directly, as `Server.ask` does
+        if scheme == "http":  # connect directly, as `Server.poll` does
             client |= {"allow_http": True, "proxy_url": address, "proxy_excludes": host}
         cloud = _open_server(address, path, client, retry)
         # With TLS there is a proxy in front, which may not tolerate requests that wait.

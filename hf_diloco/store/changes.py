@@ -1,4 +1,4 @@
-"""The server's side of `store.question`: tells waiting islands what has changed in a folder."""
+"""The server's side of `store.long_poll`: tells waiting islands what has changed in a folder."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import xxhash
 from aiohttp import web
 
 from hf_diloco.store.folder import Folder, NoFileError
+from hf_diloco.store.long_poll import MAX_DATA_BYTES, PollRequest, PollResponse, check_path
 from hf_diloco.store.memory import MemoryFolder
-from hf_diloco.store.question import MAX_DATA_BYTES, Answer, Question, check_path
 
 _STALE_SECONDS = 0.25
 """Maximum age in seconds of a cached look at the folder: others may have mounted it and change it without the
 server."""
 MAX_ITEMS = 1 << 17
-"""Limit of values in a question, checked before parsing, and above what its schema allows: a value that takes its
+"""Limit of values in a poll, checked before parsing, and above what its schema allows: a value that takes its
 sender two bytes takes a hundred here."""
 _ITEM_SIGNS = b"[", b"{", b","  # never part of a path, a tag or base64
 _MAX_REASON = 1000
 MAX_WAITING = 1024
 """Questions that wait at a time. Further ones are answered at once: islands then ask again after a pause."""
 MAX_WAITING_BYTES = 64 << 20
-"""Total size of the waiting questions, as sent; beyond it, too, questions are answered at once."""
+"""Total size of the waiting polls, as sent; beyond it, too, polls are answered at once."""
 MAX_TOLD_BYTES = 64 << 20
 """Limit of object data in all answers being sent, and below one prefix. Data beyond it are left out."""
 TELL_SECONDS = 300.0
@@ -45,7 +45,7 @@ class Do(Protocol):
 
 
 class Changes:
-    """Answers the questions of all islands about one folder.
+    """Answers the polls of all islands about one folder.
 
     Args:
         do: runs the folder's operations, perhaps in a thread.
@@ -62,7 +62,7 @@ class Changes:
 
     @web.middleware
     async def notice(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Wakes all waiting questions after a request that may have changed the folder."""
+        """Wakes all waiting polls after a request that may have changed the folder."""
         try:
             return await handler(request)
         finally:
@@ -74,26 +74,26 @@ class Changes:
         self._looks.clear()
 
     async def answer(self, request: web.Request) -> web.Response:
-        """Answers a question."""
+        """Answers a poll."""
         try:
             root = check_path(request.match_info["path"])
             asked = await request.read()
             if sum(map(asked.count, _ITEM_SIGNS)) > MAX_ITEMS:
                 raise ValueError(f"more than {MAX_ITEMS:,} values")
-            question = Question.model_validate_json(asked)
+            poll = PollRequest.model_validate_json(asked)
         except ValueError as error:
             return web.Response(status=400, text=str(error)[:_MAX_REASON])
-        created = await self._write(root, question)
+        created = await self._write(root, poll)
         may_wait = self._num_waiting < MAX_WAITING and self._bytes_waiting + len(asked) <= MAX_WAITING_BYTES
         self._num_waiting += may_wait
         self._bytes_waiting += may_wait * len(asked)
         try:
-            found = await self._await_change(root, question, may_wait)
+            found = await self._await_change(root, poll, may_wait)
         finally:
             self._num_waiting -= may_wait
             self._bytes_waiting -= may_wait * len(asked)
         objects = {path.removeprefix(f"{root}/"): read for path, read in found.items()}
-        return await self._send(request, created, objects, question.known or {})
+        return await self._send(request, created, objects, poll.known or {})
 
     async def _send(
         self, request: web.Request, created: dict[str, bytes | None], objects: Found, known: dict[str, str]
@@ -109,7 +109,7 @@ class Changes:
             left -= len(data)
             return data
 
-        answer = Answer.model_construct(
+        answer = PollResponse.model_construct(
             created={path: within(data) for path, data in created.items()},
             objects={
                 path: (tag, None if known.get(path) == tag else within(data)) for path, (tag, data) in objects.items()
@@ -129,32 +129,32 @@ class Changes:
             self._bytes_told -= size
         return response
 
-    async def _write(self, root: str, question: Question) -> dict[str, bytes | None]:
-        """Does the writes of a question; returns the data now at each path that it creates or replaces."""
-        found = {path: await self._create(f"{root}/{path}", data) for path, data in question.create.items()}
-        for path, (tag, data) in question.replace.items():
+    async def _write(self, root: str, poll: PollRequest) -> dict[str, bytes | None]:
+        """Does the writes of a poll; returns the data now at each path that it creates or replaces."""
+        found = {path: await self._create(f"{root}/{path}", data) for path, data in poll.create.items()}
+        for path, (tag, data) in poll.replace.items():
             found[path] = await self._replace(f"{root}/{path}", tag, data)
-        for path, data in question.put.items():
-            await self._do(self._folder.put, f"{root}/{path}", memoryview(data), is_lasting=question.is_lasting)
-        if found or question.put:
+        for path, data in poll.put.items():
+            await self._do(self._folder.put, f"{root}/{path}", memoryview(data), is_lasting=poll.is_lasting)
+        if found or poll.put:
             self._tell()
         return found
 
-    async def _await_change(self, root: str, question: Question, may_wait: bool) -> Found:
+    async def _await_change(self, root: str, poll: PollRequest, may_wait: bool) -> Found:
         """Waits until the objects below the prefixes differ from the known ones and the awaited object is there or its
-        linger time is over, at most until the question's time is over; returns all of them."""
+        linger time is over, at most until the poll's time is over; returns all of them."""
         clock = asyncio.get_running_loop().time
-        awaited, linger = (f"{root}/{one.path}", one.linger) if (one := question.awaited) else ("", 0.0)
-        known = {f"{root}/{path}": tag for path, tag in (question.known or {}).items()}
-        is_news = question.known is None
-        until = clock() + (linger if is_news else question.seconds)
+        awaited, linger = (f"{root}/{one.path}", one.linger) if (one := poll.awaited) else ("", 0.0)
+        known = {f"{root}/{path}": tag for path, tag in (poll.known or {}).items()}
+        is_news = poll.known is None
+        until = clock() + (linger if is_news else poll.seconds)
         while True:
             changed = self._changed  # before looking, so that no later change is missed
             found: Found = {}
-            for prefix in question.prefixes:
+            for prefix in poll.prefixes:
                 found |= await self._look(f"{root}/{prefix}")
-            if question.paths:
-                found |= await self._do(self._read_some, [f"{root}/{path}" for path in question.paths])
+            if poll.paths:
+                found |= await self._do(self._read_some, [f"{root}/{path}" for path in poll.paths])
             if not is_news and known != {path: tag for path, (tag, _) in found.items()}:
                 is_news, until = True, min(until, clock() + linger)
             left = until - clock()
@@ -195,14 +195,14 @@ class Changes:
         self._changed = asyncio.Event()
 
     async def _look(self, prefix: str) -> Found:
-        """Returns all objects below a prefix. Concurrent questions share one look at the folder."""
+        """Returns all objects below a prefix. Concurrent polls share one look at the folder."""
         now = asyncio.get_running_loop().time()
         count, at, task = self._looks.get(prefix, (-1, now, None))
         if task is None or count != self._count or now - at >= _STALE_SECONDS:
             self._looks = {name: look for name, look in self._looks.items() if now - look[1] < _STALE_SECONDS}
             task = asyncio.create_task(self._do(self._read_all, prefix))
             self._looks[prefix] = self._count, now, task
-        return await asyncio.shield(task)  # other questions may need the look if this island disconnects
+        return await asyncio.shield(task)  # other polls may need the look if this island disconnects
 
     def _read_all(self, prefix: str) -> Found:
         found: Found = {}

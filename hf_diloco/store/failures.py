@@ -39,7 +39,7 @@ _CAUSES = (
 """Further failures that a retry does not change, as patterns of the store's error text, with the remedy."""
 
 
-class CutShortError(StoreError):
+class TruncatedError(StoreError):
     """An object that should be there is absent, or shorter than it should be."""
 
 
@@ -55,7 +55,7 @@ class AbsentError(Exception):
     """There is no such object."""
 
 
-class UnsettledError(Exception):
+class NotYetVisibleError(Exception):
     """The store says that the object exists, but does not show it yet."""
 
 
@@ -75,9 +75,9 @@ class Failures:
         self._timeout = timeout
         self._read_only = read_only
 
-    def may_pass(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         """Whether a retry may help."""
-        if isinstance(error, UnsettledError):
+        if isinstance(error, NotYetVisibleError):
             return True
         if isinstance(error, NoFileError):
             return False
@@ -90,11 +90,11 @@ class Failures:
         status = re.search(r"status code: (\d{3})", str(error))
         return not (status and int(status[1]) in _LASTING)
 
-    def told(self, verb: str, path: str, error: Exception) -> StoreError:
+    def error_for(self, verb: str, path: str, error: Exception) -> StoreError:
         """Returns the error to raise for an operation on an object that failed."""
         if isinstance(error, NoFileError):
             return UnreadableError(f"{self._url}: {error.filename} {error.strerror}: remove it")
-        is_unsettled = isinstance(error, UnsettledError)
+        is_unsettled = isinstance(error, NotYetVisibleError)
         reason = "it says that the object exists, but does not show it" if is_unsettled else reason_of(error)
         kind = StoreFullError if is_full(error) else StoreError
         return kind(f"{self._url} does not {verb} {path or 'its objects'} ({reason}): {self.remedy(error)}")
@@ -115,7 +115,7 @@ class Failures:
             return "make the bucket, or correct rendezvous"
         if self._gone_after is not None:
             return KEEPER_GONE
-        if self._scheme in ("http", "https") and (error is None or self.may_pass(error)):
+        if self._scheme in ("http", "https") and (error is None or self.is_transient(error)):
             return "is `hf-diloco rendezvous` running there, and does its firewall let this machine in?"
         if remedy := _remedy_of(error):
             return remedy
@@ -126,7 +126,7 @@ class Failures:
                 "give this machine credentials that may list, read, write and delete there; they come from the "
                 f"environment: {_CREDENTIALS[self._scheme]}, or from the machine's own identity"
             )
-        if not self.may_pass(error):
+        if not self.is_transient(error):
             return "it refuses what the islands need: it must offer conditional writes, range reads and lists"
         return f"no success within {self._timeout:g} s; check the network, the endpoint and the store's state"
 

@@ -30,8 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hf_diloco.errors import ForgedError, UnknownIdentityError
 from hf_diloco.store.failures import TooLargeError, UnreadableError
+from hf_diloco.store.long_poll import Awaited, Watch
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.question import Awaited, Watch
 from hf_diloco.store.signing import MAX_RECORD_BYTES, Seal
 from hf_diloco.utils.clock import Clock
 from hf_diloco.utils.threads import ask_together

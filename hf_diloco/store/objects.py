@@ -23,15 +23,15 @@ from hf_diloco.errors import RendezvousError, StoreError
 from hf_diloco.store.backends import Cloud, Server, lacks_bucket, open_backend
 from hf_diloco.store.failures import (
     AbsentError,
-    CutShortError,
     Failures,
+    NotYetVisibleError,
     TooLargeError,
+    TruncatedError,
     UnreadableError,
-    UnsettledError,
     reason_of,
 )
 from hf_diloco.store.folder import Entry, NoFileError
-from hf_diloco.store.question import Answer, Question, Sights
+from hf_diloco.store.long_poll import ListingCache, PollRequest, PollResponse
 from hf_diloco.utils.urls import MAX_PATH, check_store_url, is_object_path
 
 P = ParamSpec("P")
@@ -59,7 +59,7 @@ class ObjectStore:
             may be silent, because a server may restart.
 
     Attributes:
-        tells_changes: this is a server of ours, which answers a `Question`.
+        tells_changes: this is a server of ours, which answers a `PollRequest`.
 
     Raises:
         ConfigError: the URL has none of these forms.
@@ -72,14 +72,14 @@ class ObjectStore:
         self.url = check_store_url(url)
         self.timeout = timeout
         self._scheme = self.url.partition(":")[0]
-        self.sights = Sights()
+        self.listings = ListingCache()
         self._failures = Failures(self.url, timeout, read_only, gone_after)
         self._patience = 0.6 * timeout
         self._patience_if_refused = self._patience if gone_after is None else gone_after
         try:
             self._backend = open_backend(self.url, timeout, read_only)
             self.tells_changes = isinstance(self._backend, Server)
-            self._ask("list", "", self._backend.greet)
+            self._retry("list", "", self._backend.greet)
         except StoreError as error:
             raise RendezvousError(f"the rendezvous cannot be used: {error}") from None
         except (BaseError, OSError, ValueError) as error:
@@ -119,18 +119,18 @@ class ObjectStore:
             StoreError: no answer, or access is denied. Whether the object was written is then unknown: retry.
         """
         try:
-            return self._settle(path, data, len(data)) == data
+            return self._create_or_read(path, data, len(data)) == data
         except OverflowError:
             return False
 
     def decide(self, path: str, data: bytes, limit: int) -> bytes:
         """Writes an object unless it exists; returns its content, at most `limit` bytes. Raises as `get`."""
         try:
-            return self._settle(path, data, limit)
+            return self._create_or_read(path, data, limit)
         except OverflowError as size:
             raise self._too_large(path, size, limit) from None
 
-    def _settle(self, path: str, data: bytes, limit: int) -> bytes:
+    def _create_or_read(self, path: str, data: bytes, limit: int) -> bytes:
         _check_path(path)
 
         def attempt() -> bytes:
@@ -142,7 +142,7 @@ class ObjectStore:
             try:
                 return self._backend.read(path, limit)
             except FileNotFoundError:  # deleted meanwhile, or the store rejected two concurrent writers
-                raise UnsettledError from None
+                raise NotYetVisibleError from None
             except NoFileError:
                 return b""
 
@@ -160,7 +160,7 @@ class ObjectStore:
         backend = self._backend
         assert isinstance(backend, Cloud)
         try:
-            return self._ask("read", path, backend.read_tagged, path, limit)
+            return self._retry("read", path, backend.read_tagged, path, limit)
         except AbsentError:
             return None
 
@@ -178,15 +178,15 @@ class ObjectStore:
         assert isinstance(backend, Cloud)
         return self._write("replace", path, backend.replace, path, tag, data)
 
-    def ask(self, question: Question) -> Answer:
-        """Sends a question; see `store.question`. Raises `StoreError` if there is no answer."""
+    def poll(self, poll: PollRequest) -> PollResponse:
+        """Sends a long poll; see `store.long_poll`. Raises `StoreError` if there is no answer."""
         assert isinstance(self._backend, Server)
-        return self._write("answer", "a question", self._backend.ask, question)
+        return self._write("answer", "a question", self._backend.poll, poll)
 
     @property
     def is_near(self) -> bool:
         """Whether calls return at once; otherwise callers run several calls in threads."""
-        return self._scheme in NEAR or self.sights.current is not None
+        return self._scheme in NEAR or self.listings.current is not None
 
     def put(
         self,
@@ -221,13 +221,13 @@ class ObjectStore:
             UnreadableError: it is a symbolic link or device in a folder.
         """
         _check_path(path)
-        if (sight := self.sights.current) and sight.covers(path):
-            if path not in sight.objects:
+        if (listing := self.listings.current) and listing.covers(path):
+            if path not in listing.objects:
                 return None
-            if (seen := sight.objects[path]) is not None and len(seen) <= limit:
+            if (seen := listing.objects[path]) is not None and len(seen) <= limit:
                 return seen
         try:
-            return self._ask("read", path, self._backend.read, path, limit)
+            return self._retry("read", path, self._backend.read, path, limit)
         except AbsentError:
             return None
         except OverflowError as size:
@@ -237,21 +237,21 @@ class ObjectStore:
         """Returns the bytes [start, end) of an object; at least one.
 
         Raises:
-            CutShortError: the object is absent, or ends before the range does.
+            TruncatedError: the object is absent, or ends before the range does.
         """
         _check_path(path)
         try:
-            found = memoryview(self._ask("read", path, self._backend.read_range, path, start, end))
+            found = memoryview(self._retry("read", path, self._backend.read_range, path, start, end))
         except AbsentError:
-            raise CutShortError(f"{self.url}: {path} is absent, but should be there") from None
+            raise TruncatedError(f"{self.url}: {path} is absent, but should be there") from None
         except UnreadableError as error:
-            raise CutShortError(str(error)) from None
+            raise TruncatedError(str(error)) from None
         except StoreError as error:
             if _BEYOND_END.search(str(error)):
-                raise CutShortError(f"{self.url}: {path} ends before byte {start}") from None
+                raise TruncatedError(f"{self.url}: {path} ends before byte {start}") from None
             raise
         if found.nbytes != end - start:
-            raise CutShortError(f"{self.url}: {path} ends at byte {start + found.nbytes}, before byte {end}")
+            raise TruncatedError(f"{self.url}: {path} ends at byte {start + found.nbytes}, before byte {end}")
         return found
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
@@ -259,8 +259,8 @@ class ObjectStore:
 
         Leaves out objects that this class could not have written (with other characters in their names).
         """
-        if (sight := self.sights.current) and sight.covers(prefix.rstrip("/")):
-            return sight.below(prefix.rstrip("/"))
+        if (listing := self.listings.current) and listing.covers(prefix.rstrip("/")):
+            return listing.below(prefix.rstrip("/"))
         return [(entry.path, entry.size) for entry in self.entries(prefix)]
 
     def entries(self, prefix: str = "") -> Sequence[Entry]:
@@ -269,7 +269,7 @@ class ObjectStore:
         if prefix:
             _check_path(prefix)
         try:
-            found = self._ask("list", prefix, self._backend.find, prefix)
+            found = self._retry("list", prefix, self._backend.find, prefix)
         except AbsentError:  # the folder was removed meanwhile
             return []
         return sorted(entry for entry in found if is_object_path(entry.path))
@@ -291,36 +291,36 @@ class ObjectStore:
         Args:
             after: a path such as "rounds/00000100": entries of its folder that sort before it are skipped.
         """
-        return sorted(self._ask("list", "", self._backend.unfinished, after))
+        return sorted(self._retry("list", "", self._backend.unfinished, after))
 
     def drop(self, unfinished: Sequence[Entry]) -> None:
         """Removes entries that `unfinished` returned; no process may still be writing them."""
         for entry in unfinished:
-            self._ask("delete", entry.path, self._backend.drop, entry.path)
+            self._retry("delete", entry.path, self._backend.drop, entry.path)
 
     def links(self) -> Sequence[str]:
         """Lists entries below a folder that are neither files nor folders: they are never followed, nor listed
         elsewhere."""
-        return self._ask("list", "", self._backend.links)
+        return self._retry("list", "", self._backend.links)
 
     def move(self, path: str, target: str) -> None:
         """Gives an object another path; a link is moved, not followed.
 
         Raises:
-            CutShortError: there is no such object.
+            TruncatedError: there is no such object.
             StoreError: no answer, or access is denied.
         """
         _check_path(target)
-        self.sights.current = None
+        self.listings.current = None
         try:
-            self._ask("move", path, self._backend.move, path, target)
+            self._retry("move", path, self._backend.move, path, target)
         except AbsentError:
-            raise CutShortError(f"{self.url}: {path} is absent, and cannot be moved") from None
+            raise TruncatedError(f"{self.url}: {path} is absent, and cannot be moved") from None
 
     def _write(self, verb: str, path: str, attempt: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
-        self.sights.current = None  # a write makes cached objects stale
+        self.listings.current = None  # a write makes cached objects stale
         try:
-            return self._ask(verb, path, attempt, *args, **settings)
+            return self._retry(verb, path, attempt, *args, **settings)
         except UnreadableError as error:
             raise StoreError(str(error)) from None
         except AbsentError:
@@ -328,7 +328,7 @@ class ObjectStore:
                 f"{self.url} does not {verb} {path} (not found): is the bucket or folder still there?"
             ) from None
 
-    def _ask(self, verb: str, path: str, attempt: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
+    def _retry(self, verb: str, path: str, attempt: Callable[P, T], *args: P.args, **settings: P.kwargs) -> T:
         """Calls `attempt` until it returns, and retries with backoff after failures that may pass.
 
         The store's client itself retries for half of the timeout, but not a write whose answer was lost. This loop
@@ -345,12 +345,12 @@ class ObjectStore:
             except FileNotFoundError as error:
                 if self._scheme == "file" or not lacks_bucket(error):
                     raise AbsentError from None
-                raise self._failures.told(verb, path, error) from None
-            except (BaseError, OSError, UnsettledError) as error:
+                raise self._failures.error_for(verb, path, error) from None
+            except (BaseError, OSError, NotYetVisibleError) as error:
                 is_refused = isinstance(error, ConnectionRefusedError)
                 patience = self._patience_if_refused if is_refused else self._patience
-                if not self._failures.may_pass(error) or time.monotonic() - begun >= patience:
-                    raise self._failures.told(verb, path, error) from None
+                if not self._failures.is_transient(error) or time.monotonic() - begun >= patience:
+                    raise self._failures.error_for(verb, path, error) from None
             time.sleep(random.uniform(0.5, 1.0) * pause)  # spreads the retries of islands that failed together
             pause = min(2 * pause, 1.0, 0.05 * self.timeout)
 

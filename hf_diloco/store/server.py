@@ -2,7 +2,7 @@
 
 It implements the part of S3's protocol that islands need, so that they use the same client as for buckets: range
 reads, *create if absent* (`If-None-Match: *`), multipart uploads, lists, deletions, copies. There is one bucket. One
-more request, which S3 does not have, spares islands from polling: see `store.question`.
+more request, which S3 does not have, spares islands from polling: see `store.long_poll`.
 
 `store.folder` writes the objects, so the same folder may also be mounted, and a server that restarts resumes with it.
 Parts of incomplete objects lie apart, and are deleted when the server starts.

@@ -39,7 +39,7 @@ _UNFIT = "hf-diloco/unfit"
 _MAX_UNFIT_BYTES = 1000
 
 
-class _Mark(Record):
+class _RunMarker(Record):
     """Names a run, and holds the settings in which every participant must equal the host."""
 
     version: Literal[5]
@@ -159,7 +159,7 @@ def _open(config: Place, silent_for: float) -> ObjectStore:
 
 def _begin_run(store: ObjectStore, credentials: Credentials, size: Mapping[str, int]) -> str:
     run, seal = secrets.token_hex(16), credentials.seal(NO_RUN)
-    mark = _Mark(version=5, run=run, size=dict(size), encrypt=credentials.encrypt, identities=seal.identities)
+    mark = _RunMarker(version=5, run=run, size=dict(size), encrypt=credentials.encrypt, identities=seal.identities)
     store.put(MEETING, seal.wrap(MEETING, mark.model_dump()))
     return run
 
@@ -182,7 +182,7 @@ def _find_fitting_run(
 def _check_mark(found: bytes, credentials: Credentials, there: str, who: str, size: Mapping[str, int]) -> str:
     """Returns the run that a mark names; raises `RendezvousError` if this process does not fit it."""
     try:
-        mark = _Mark.model_validate(_open_mark(found, credentials, there, who))
+        mark = _RunMarker.model_validate(_open_mark(found, credentials, there, who))
     except ValidationError:
         raise RendezvousError(f"{who} has another version of hf_diloco than {there}: install one on all") from None
     if mark.size != size:  # each would wait for a different set of peers

@@ -15,8 +15,8 @@ from typing import Self
 from hf_diloco.errors import ForgedError, StoreError
 from hf_diloco.store.backends import forget_memory
 from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.long_poll import Watch, looking_once
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.question import Watch, looking_once
 from hf_diloco.store.signing import VALUES, Seal
 from hf_diloco.utils.clock import REAL
 

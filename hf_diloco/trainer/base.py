@@ -28,7 +28,7 @@ from hf_diloco.trainer.arguments import (
 )
 from hf_diloco.trainer.progress import Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
-from hf_diloco.trainer.refusals import refuse_out_of_reach, refuse_unknown_layers
+from hf_diloco.trainer.refusals import refuse_unknown_layers, refuse_unreadable_masters
 from hf_diloco.trainer.saving import Saving
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.write_failures import replaced
@@ -81,7 +81,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         """
         if args.deepspeed_plugin is not None:
             check_launched()
-            refuse_out_of_reach(args.deepspeed_plugin.deepspeed_config, self.has_outer_loop)
+            refuse_unreadable_masters(args.deepspeed_plugin.deepspeed_config, self.has_outer_loop)
             resume_across_ranks()
         if args.fsdp:
             assert isinstance(args.fsdp_config, dict), "TrainingArguments makes it of whatever it is given"

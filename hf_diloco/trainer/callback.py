@@ -211,7 +211,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds the outer state to the Trainer's checkpoint; only then are older checkpoints deleted."""
-        self._settle(state)
+        self._drain(state)
         super().on_save(args, state, control, **kwargs)
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
@@ -280,7 +280,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
         if self._need_session().has_left:
             return nullcontext()
-        self._settle(trainer.state)
+        self._drain(trainer.state)
         return self.outer_weights()
 
     def _finish(self, trainer: Trainer, finish: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -290,9 +290,9 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             raise self._failure
         return output
 
-    def _settle(self, state: TrainerState) -> None:
+    def _drain(self, state: TrainerState) -> None:
         """Waits for the rounds in flight, and records them."""
-        reports, self._unnoted = [*self._unnoted, *self._need_session().settle()], []
+        reports, self._unnoted = [*self._unnoted, *self._need_session().drain()], []
         for report in reports:
             self._need_record().sync(report, state.global_step)
 

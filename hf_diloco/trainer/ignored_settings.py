@@ -32,7 +32,7 @@ def warn_of_ignored(plugin: Any) -> None:
         return
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    asked = Asked.of_config(copy.deepcopy(plugin.deepspeed_config))
+    asked = TrackedConfig.of_config(copy.deepcopy(plugin.deepspeed_config))
     try:
         DeepSpeedConfig(asked)
     except Exception as error:  # DeepSpeed has accepted it before, in other circumstances
@@ -42,7 +42,7 @@ def warn_of_ignored(plugin: Any) -> None:
         logger.warning("deepspeed: %s", found)
 
 
-class Asked(dict[str, Any]):
+class TrackedConfig(dict[str, Any]):
     """A block of the configuration that records which settings DeepSpeed reads, as DeepSpeed has no list of them.
 
     Args:
@@ -50,13 +50,13 @@ class Asked(dict[str, Any]):
         blocks: nested blocks that also record reads.
     """
 
-    def __init__(self, values: Mapping[str, Any], blocks: Mapping[str, Asked] | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], blocks: Mapping[str, TrackedConfig] | None = None) -> None:
         self._blocks = blocks or {}
         self._known: dict[str, Any] = {}  # keys read, with their defaults if known
         super().__init__({**values, **self._blocks})
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> Asked:
+    def of_config(cls, config: Mapping[str, Any]) -> TrackedConfig:
         """Wraps a whole configuration."""
         return cls(config, {name: cls(config[name]) for name in READ_BY_NAME if isinstance(config.get(name), Mapping)})
 

@@ -298,7 +298,7 @@ class OuterLoop(HasOuterWeights):
             CheckpointError: on every rank, if one cannot write. Training can continue.
             ConfigError: the call is inside `outer_weights()`.
         """
-        self._settle("save_state")
+        self._drain("save_state")
         self._write_outer(Path(folder), is_last=False)
         self._note_saved(Path(folder))
 
@@ -327,7 +327,7 @@ class OuterLoop(HasOuterWeights):
         limit = check_count("limit", limit, "save_checkpoint") or 0
         if write is None and self._accelerator.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")
-        self._settle("save_checkpoint")
+        self._drain("save_checkpoint")
         checkpoint = self._checkpoints.path(self.global_step)
         is_whole = self._checkpoints.begin(
             checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write)
@@ -335,11 +335,11 @@ class OuterLoop(HasOuterWeights):
         self._note_saved(checkpoint if is_whole else None)
         return checkpoint if is_whole else None
 
-    def _settle(self, call: str) -> None:
+    def _drain(self, call: str) -> None:
         if self._shows_outer:
             raise ConfigError(f"{call}() within outer_weights(), of weights that do not train: save outside")
         self._update_progress(state="saving")
-        for report in self._need_session().settle():
+        for report in self._need_session().drain():
             self._note(report)
 
     def _write_outer(self, folder: Path, is_last: bool = True) -> None:

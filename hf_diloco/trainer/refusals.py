@@ -282,7 +282,7 @@ def refuse_uncounted(weight_by: str, counted: Any) -> None:
         )
 
 
-def refuse_out_of_reach(deepspeed: Mapping[str, Any], has_outer_loop: bool) -> None:
+def refuse_unreadable_masters(deepspeed: Mapping[str, Any], has_outer_loop: bool) -> None:
     """Raises `ConfigError` if the outer loop cannot read the master weights: on NVMe, or with tensor parallelism.
 
     Args:

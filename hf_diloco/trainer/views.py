@@ -54,7 +54,7 @@ class HasOuterWeights(ABC):
             ConfigError: training has not begun: there are no outer parameters yet.
         """
         outer = self._need_session().outer
-        for report in self._need_session().settle():
+        for report in self._need_session().drain():
             self._note(report)
         held = None if outer.on_boundary else outer.show()
         was_shown, self._shows_outer = self._shows_outer, True

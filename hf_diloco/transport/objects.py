@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError
 from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
-from hf_diloco.store.failures import CutShortError
+from hf_diloco.store.failures import TruncatedError
+from hf_diloco.store.long_poll import Path
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.question import Path
 
 MAX_VALUES = 1 << 48
 MAX_BLOCK_VALUES = 1 << 24
@@ -309,7 +309,7 @@ class BlockReader:
         path = block.info.path
         try:
             data = np.frombuffer(self._store.get_range(path, first, last), np.uint8)
-        except CutShortError as error:
+        except TruncatedError as error:
             raise PayloadError(str(error), path) from None
         if digest_of(data.data) != block.info.digests[block.number]:
             raise PayloadError(

@@ -67,7 +67,7 @@ def test_an_average_stays_as_it_is_until_it_is_in_the_store(tmp_path: Path, monk
     run_islands(2, island_main)
     assert islands[0].session.outer.num_begun == 2
     may_go.set()
-    run_islands(2, lambda island: islands[island].settle())
+    run_islands(2, lambda island: islands[island].drain())
     (before, after), *_ = sent
     assert torch.equal(before, after)
 

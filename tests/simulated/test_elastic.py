@@ -1030,7 +1030,7 @@ def test_where_an_average_was_not_kept_a_snapshot_takes_its_place(tmp_path: Path
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
     for member in islands:
-        member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.archive.engines[0].on_outcome = lambda *_: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2))
     _, outcome = islands[0].session.rounds.archive.last or (None, None)
     assert outcome is not None
@@ -1057,7 +1057,7 @@ def test_rounds_that_nobody_holds_any_more_are_taken_again(tmp_path: Path, round
     islands = run_islands(2, lambda island: meeting.island(island).train(3))
     checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
     for member in islands:
-        member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.archive.engines[0].on_outcome = lambda *_: None  # type: ignore[method-assign]
         member.session.rounds.archive.rescue_average = lambda: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2 * rounds_since))
     assert islands[0].session.outer.round == 1 + rounds_since
@@ -1112,7 +1112,7 @@ def test_a_round_that_one_island_holds_is_not_taken_again(tmp_path: Path) -> Non
     islands = run_islands(3, lambda island: meeting.island(island).train(2))
     checkpoints = [member.save(tmp_path / f"checkpoint-{member.number}") for member in islands]
     for member in islands:
-        member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.archive.engines[0].on_outcome = lambda *_: None  # type: ignore[method-assign]
     run_islands(3, lambda island: islands[island].train(2))
     newest = islands[2].save(tmp_path / "newest")
     for member in islands:
@@ -1138,7 +1138,7 @@ def test_who_resumes_from_a_round_that_is_not_in_the_store_shares_it_at_once(
     islands = run_islands(2, lambda island: meeting.island(island).train(2))
     older = islands[0].save(tmp_path / "older")
     for member in islands:
-        member.session.rounds.archive.engines[0].settled = lambda *_: None  # type: ignore[method-assign]
+        member.session.rounds.archive.engines[0].on_outcome = lambda *_: None  # type: ignore[method-assign]
         member.session.rounds.archive.rescue_average = lambda: None  # type: ignore[method-assign]
     run_islands(2, lambda island: islands[island].train(2 * rounds_since))
     newer = islands[1].save(tmp_path / "newer")
@@ -1216,7 +1216,7 @@ def test_an_average_that_was_not_kept_is_missed_also_a_round_later(
     run_islands(3, lambda island: islands[island].train(2))
     _, outcome = islands[0].session.rounds.archive.last or (None, None)
     assert outcome is not None
-    islands[outcome.by].session.rounds.rest()
+    islands[outcome.by].session.rounds.wait_for_uploads()
     islands[outcome.by].die()
     left = [member for member in islands if member.number != outcome.by]
     assert all(member.session.rounds.goes_on for member in left)

@@ -90,7 +90,7 @@ def test_a_killed_island_stalls_nobody_and_one_that_resumes_catches_up(tmp_path:
     islands = train_all(meeting.join_all(), 9)
     checkpoint = islands[1].save(tmp_path / "checkpoint-9")
     islands[1].die()
-    run_islands(2, lambda which: islands[2 * which].stream(10).settle())
+    run_islands(2, lambda which: islands[2 * which].stream(10).drain())
     assert islands[0].hash == islands[2].hash
     assert islands[0].session.outer.round > 6
     again = meeting.join(1, checkpoint)
@@ -164,11 +164,11 @@ def test_progress_that_missed_a_round_comes_to_a_later_one(tmp_path: Path, confi
     """With the average of the pseudo-gradients as the outer step, nothing of it is lost."""
     meeting = Streams(tmp_path, 2, min_islands=1, grace=0.0, sync_timeout=1.0, **{**config, **FEDAVG})
     first, late = meeting.join_all()
-    first.stream(8).settle()  # all four fragments, by itself
+    first.stream(8).drain()  # all four fragments, by itself
     assert [report.participants for report in first.reports] == [[0]] * 4
     late.stream(2)
     before = {part: late.progress_of(part) for part in range(4)}
-    late.settle().advance()
+    late.drain().advance()
     for part, progress in before.items():
         assert torch.allclose(late.progress_of(part), progress, atol=1e-6)
     assert late.session.outer.round >= 1
@@ -230,10 +230,10 @@ def test_a_round_under_way_of_which_nothing_is_left_is_passed_over(tmp_path: Pat
     for engine in asleep.session.rounds.archive.engines:
         engine.average = partial(after, awake, engine.average)  # type: ignore[method-assign]
     asleep.stream(3)  # a round is under way since step 2
-    first.stream(40).settle()
+    first.stream(40).drain()
     assert first.reports[0].participants == [0, 1]
     awake.set()
-    asleep.stream(4).settle()
+    asleep.stream(4).drain()
     assert asleep.session.outer.round >= first.session.outer.round >= 18, "it has taken over a snapshot"
     first.stream_to(asleep.session.outer.round)
     assert first.hash == asleep.hash
@@ -254,9 +254,9 @@ def test_no_round_begins_after_the_last(tmp_path: Path) -> None:
     first, late = meeting.join_all()
     late.stream(10)  # of four that are due, the last one may not begin
     assert late.session.outer.num_begun == 3
-    late.settle()
+    late.drain()
     assert late.session.is_over
-    first.stream(10).settle()
+    first.stream(10).drain()
     assert (first.session.outer.round, first.hash) == (3, late.hash)
 
 

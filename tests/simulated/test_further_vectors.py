@@ -91,7 +91,7 @@ class Island:
             raise
 
     def resume(self, run: Run, step: int) -> Island:
-        self.hashes += [report.outer_hash for report in self.session.settle()]
+        self.hashes += [report.outer_hash for report in self.session.drain()]
         checkpoint = save(self.session, self.run.folder / str(self.island), step)
         self.session.leave(finished=False)
         self.run = run

@@ -328,7 +328,7 @@ def test_errors_are_raised_by_the_step(error: Exception) -> None:
     node = Node(stub, "momentum-consensus")
     stub.error = error
     node.optimizer.begin_exchange()
-    node.neighbours.settle()
+    node.neighbours.drain()
     with pytest.raises(type(error), match="no way"):
         node.step(0, begins=False)
     node.neighbours.close()
@@ -359,7 +359,7 @@ def test_the_record_says_what_was_hidden() -> None:
     node = Node(Stub(), "dsgd", combine_first=True)
     record = NodeRecord(None, node.neighbours, 0)
     node.optimizer.begin_exchange()
-    node.neighbours.settle()
+    node.neighbours.drain()
     node.step(0, begins=False)
     record.mix(1)  # as a checkpoint does
     logs = record.take_for_trackers(1)

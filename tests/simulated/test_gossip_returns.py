@@ -245,11 +245,11 @@ def test_who_returns_while_others_wait_in_an_average_is_waited_for_there(
         elif node in topology.neighbours(LEAVER):
             has_left.wait(LONG)
 
-            def let_in() -> bool:
+            def admit() -> bool:
                 neighbours.offer(torch.zeros(SIZE), 0)
                 return has_returned.is_set()
 
-            wait_until(let_in, "it returns")
+            wait_until(admit, "it returns")
         else:
             has_left.wait(LONG)
         neighbours.average(torch.zeros(SIZE))

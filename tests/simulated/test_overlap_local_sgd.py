@@ -176,7 +176,7 @@ def test_who_is_late_by_more_than_a_period_is_left_behind(
     islands = Streams(tmp_path, 3, **settings).join_all()
     train_all(islands, 4)  # and the first round, as for a checkpoint: nobody is left behind for that
     started = fast_clock.now()
-    run_islands(2, lambda which: islands[which].stream(8).settle())  # the third stands still
+    run_islands(2, lambda which: islands[which].stream(8).drain())  # the third stands still
     assert fast_clock.now() - started < 100
     assert [report.participants for report in islands[0].reports] == [[0, 1, 2], [0, 1], [0, 1]]
     assert "round 2 takes place without island 2" in caplog.messages
@@ -206,7 +206,7 @@ def test_who_is_late_by_less_than_a_period_delays_nobody(tmp_path: Path) -> None
     thread.join(30)
     offers = partial(ObjectStore(meeting.url).list, f"{Attempt(1, 0).path}/offers")
     wait_until(lambda: len(offers()) == 2, "the late one's offer, which it makes behind its training")
-    run_islands(2, lambda which: (first, late)[which].stream(4).settle())
+    run_islands(2, lambda which: (first, late)[which].stream(4).drain())
     assert first.reports[0].participants == [0, 1]
 
 

@@ -156,7 +156,7 @@ def test_silence_is_measured_by_this_machines_clock_alone(meeting: Meeting) -> N
     assert presence() == [("silent", 10), ("silent", 10.2)]
     give_heartbeat(islands[0])
     assert presence() == [("alive", 0), ("silent", 10.2)]
-    assert observer.settle().islands[1].presence == "silent"
+    assert observer.look_until_known().islands[1].presence == "silent"
 
 
 def test_a_restarted_island_is_its_newest_process(meeting: Meeting) -> None:
@@ -622,7 +622,7 @@ def test_a_run_of_nodes(tmp_path: Path, free_port: int) -> None:
     observer = observe_tcp(url)
     found = look_until(observer, lambda status: [node.steps for node in status.islands] == [2, 2, 2])
     assert (found.unit, found.round, found.rounds, found.is_over) == ("node", 0, [], False)
-    assert {node.presence for node in observer.settle().islands} == {"alive"}
+    assert {node.presence for node in observer.look_until_known().islands} == {"alive"}
     table = shown(found)
     assert re.search(r"^nodes +3 in a graph \(ring\), by decentlam *$", table, re.MULTILINE), table
     assert re.search(r"^ +2 +\S+ +training +\S.* 2 +1 +1 *$", table, re.MULTILINE), table

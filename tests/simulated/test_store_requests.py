@@ -13,7 +13,7 @@ import pytest
 from hf_diloco.rounds import open as opening
 from hf_diloco.store import log, objects, question
 from hf_diloco.store.backends import Cloud, Server
-from hf_diloco.store.question import MAX_WAIT_SECONDS
+from hf_diloco.store.long_poll import MAX_WAIT_SECONDS
 from hf_diloco.utils.threads import ask_together
 from tests.clocks import FastClock
 from tests.islands import run_islands
@@ -88,7 +88,7 @@ def test_at_a_server_of_ours_a_round_asks_a_few_questions(engine: str, tmp_path:
                 member.step()
                 at_once.wait()
                 with (
-                    mock.patch.object(store, "ask", wraps=store.ask) as ask,
+                    mock.patch.object(store, "poll", wraps=store.poll) as ask,
                     mock.patch.object(server, "create", wraps=server.create) as create,
                 ):
                     member.sync()
@@ -116,7 +116,7 @@ def num_requests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     def count() -> int:
         return getattr(numbers, "own", 0)
 
-    monkeypatch.setattr(objects.ObjectStore, "_ask", counted(objects.ObjectStore._ask))
+    monkeypatch.setattr(objects.ObjectStore, "_retry", counted(objects.ObjectStore._retry))
     for module in (log, question):
         monkeypatch.setattr(module, "ask_together", counted(ask_together))
     return count

@@ -184,7 +184,7 @@ def test_a_run_goes_on_from_the_middle_of_a_round_bit_for_bit(at: int, config: d
         )
         steps = steps_of(session, model, optimizer, batches(island, NUM_STEPS)[first:last], last)
         hashes = [report.outer_hash for ended in steps for report in ended]
-        hashes += [report.outer_hash for report in session.settle()]
+        hashes += [report.outer_hash for report in session.drain()]
         where = save(session, run.folder / str(island), last)
         session.leave(finished=True)
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "checkpoint": where}
@@ -314,7 +314,7 @@ def test_a_round_that_fails_is_tried_again_with_all_that_was_trained(delay: int,
         steps = steps_of(session, model, make_optimizer(model), batches(island, 2 + delay), 2 + delay)
         with pytest.raises(ExchangeError):
             list(steps)
-        assert session.settle() == []
+        assert session.drain() == []
         outer = session.outer
         assert (outer.round, outer.num_begun, outer.steps, outer.current.weight) == (
             0,
@@ -387,7 +387,7 @@ def test_islands_that_resume_at_different_steps_of_a_round_take_as_many(
             session.outer.count_step(4)
             if session.is_due(step == last):
                 reports += session.advance(step == last)
-        reports += session.settle()
+        reports += session.drain()
         rounds[island] += [report.round for report in reports]
         begun[island] = stop
         checkpoint = save(session, run.folder / str(island), stop)
@@ -419,7 +419,7 @@ def test_an_eager_round_that_fails_is_made_up_for_bit_for_bit(tmp_path: Path) ->
         session = broken.join(island, model, transport=FaultyTransport(transport, spoil) if island else transport)
         data = batches(island, NUM_STEPS)
         list(steps_of(session, model, optimizer, data[:7], 7))
-        session.settle()
+        session.drain()
         faulty.set()
         with pytest.raises(ExchangeError):
             list(steps_of(session, model, optimizer, data[7:12], 12))
@@ -463,7 +463,7 @@ def test_an_eager_round_that_fails_keeps_its_pseudo_gradient_with_fewer_islands(
         model = Stack()
         session = broken.join(island, model, transport=FaultyTransport(transport, cut) if island else transport)
         list(steps_of(session, model, make_optimizer(model), batches(island, NUM_STEPS)[:4], 4))
-        session.settle()
+        session.drain()
         fragment = session.outer.current
         assert isinstance(fragment, EagerFragment)
         checkpoint = save(session, broken.folder / str(island), 4)
@@ -551,7 +551,7 @@ def test_bytes_a_parameter(config: dict[str, Any], num_bytes: float, tmp_path: P
             session.outer.count_step()
             if session.is_due():
                 session.advance()
-        session.settle()
+        session.drain()
         return session
 
     with new_tensor_bytes() as new_bytes:

@@ -35,9 +35,9 @@ def test_rounds_behind_one_that_failed_are_not_carried_out_and_give_back_their_s
         for _ in range(2):
             outer.count_step()
         assert outer.is_due
-        background.take_off()
+        background.begin_due_round()
     both_begun.set()
-    reports, failure = background.settle()
+    reports, failure = background.drain()
     assert (reports, str(failure)) == ([], "the link is cut")
     assert carried == [1]
     assert (outer.num_begun, [fragment.steps for fragment in outer.fragments]) == (0, [4, 4])

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from hf_diloco.errors import IslandLostError, PayloadError
 from hf_diloco.gossip.mesh import entry
-from hf_diloco.gossip.mesh.entry import Answers, Proposals
+from hf_diloco.gossip.mesh.entry import Proposer, Responder
 from hf_diloco.gossip.mesh.joining import Discovery
 from hf_diloco.gossip.mesh.store import Board
 from hf_diloco.membership.heartbeats import Members
@@ -19,9 +19,9 @@ ASKING, ASKED = 0, 1
 MAX_GAP = 5
 
 
-def sides() -> tuple[Proposals, Answers]:
+def sides() -> tuple[Proposer, Responder]:
     board = Board(ValueStore.in_memory(), "test")
-    return Proposals(board, "x", ASKING, ASKED, MAX_GAP), Answers(board, "x", ASKED, ASKING)
+    return Proposer(board, "x", ASKING, ASKED, MAX_GAP), Responder(board, "x", ASKED, ASKING)
 
 
 @given(first=st.tuples(st.integers(0, 50), st.integers(0, 5)), turns=st.lists(st.booleans(), max_size=200))
@@ -136,7 +136,7 @@ def test_a_proposal_that_makes_no_sense_is_refused(record: dict[str, object]) ->
     board = Board(ValueStore.in_memory(), "test")
     board.put("x/proposal", record)
     with pytest.raises(PayloadError, match="node 0 shows a record without a whole number"):
-        Answers(board, "x", ASKED, ASKING).is_now(0)
+        Responder(board, "x", ASKED, ASKING).is_now(0)
     board.put(f"x/at/{ASKED}", {"step": 1.5})
     with pytest.raises(PayloadError, match="node 1 shows"):
-        Proposals(board, "x", ASKING, ASKED, MAX_GAP).is_now(0)
+        Proposer(board, "x", ASKING, ASKED, MAX_GAP).is_now(0)

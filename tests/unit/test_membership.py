@@ -42,8 +42,8 @@ from hf_diloco.membership.round_records import (
 )
 from hf_diloco.membership.run import RunRecord, enter_run, open_run
 from hf_diloco.store.log import Record, RunLog
+from hf_diloco.store.long_poll import Listing
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.question import Sight
 from hf_diloco.store.signing import MEETING, RUN_PATH, Seal
 from tests.clocks import LONG, StillClock
 
@@ -615,7 +615,7 @@ def test_what_was_seen_while_it_was_copied_is_looked_at_again(log: RunLog, clock
     outcome = OutcomeRecord(by=0, kind="abort")
     decisions = Decisions(log, 0, clock)
     log.put(path := "rounds/00000001/00/outcome.json", outcome)
-    with log.store.sights.answer_from(Sight(prefixes=("rounds",), objects={path: b""}, tags={path: ""})):
+    with log.store.listings.answer_from(Listing(prefixes=("rounds",), objects={path: b""}, tags={path: ""})):
         assert decisions.outcome("rounds/00000001/00") == outcome
 
 

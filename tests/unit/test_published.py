@@ -342,7 +342,7 @@ def test_who_leaves_first_waits_for_nobody() -> None:
 
 
 def test_threads_and_sockets_are_closed() -> None:
-    def settle(count: Callable[[], int], limit: int) -> int:
+    def drain(count: Callable[[], int], limit: int) -> int:
         deadline = time.monotonic() + AT_ONCE
         while count() > limit and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -369,5 +369,5 @@ def test_threads_and_sockets_are_closed() -> None:
     for _ in range(uses):
         use()
     # One left open each time would be found; what tests before this one have left may come and go.
-    assert settle(threading.active_count, threads + uses - 1) < threads + uses
-    assert settle(files, opened + uses - 1) < opened + uses
+    assert drain(threading.active_count, threads + uses - 1) < threads + uses
+    assert drain(files, opened + uses - 1) < opened + uses

@@ -18,17 +18,17 @@ from hf_diloco.errors import ForgedError, RendezvousError, StoreError
 from hf_diloco.store import backends, changes
 from hf_diloco.store.failures import TooLargeError
 from hf_diloco.store.log import Record, RunLog
-from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.question import (
+from hf_diloco.store.long_poll import (
     MAX_DATA_BYTES,
     MAX_PAUSE_SECONDS,
     MAX_WAIT_SECONDS,
     Awaited,
-    Question,
-    Sight,
+    Listing,
+    PollRequest,
     Watch,
     look,
 )
+from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.utils.clock import REAL
 from tests.clocks import AT_ONCE, LONG, StillClock
@@ -67,7 +67,7 @@ def test_who_waits_hears_at_once_what_is_written(is_mounted: bool, tmp_path: Pat
         waiting = ObjectStore(f"{address}/run")
         other = ObjectStore(f"file://{tmp_path}/objects/run" if is_mounted else f"{address}/run")
         before = look(waiting, ["a"])
-        found: list[Sight] = []
+        found: list[Listing] = []
         thread = threading.Thread(target=lambda: found.append(look(waiting, ["a"], before, 29.0)))
         thread.start()
         other.put("b/1", b"elsewhere")
@@ -92,7 +92,7 @@ PLAN = Awaited(path="a/plan", linger=MAX_WAIT_SECONDS)
 def test_other_news_wait_for_what_is_awaited(store: ObjectStore, is_first: bool) -> None:
     store.delete(["a/1", "a/plan"])
     before = None if is_first else look(store, ["a"])
-    found: list[Sight] = []
+    found: list[Listing] = []
     thread = threading.Thread(target=lambda: found.append(look(store, ["a"], before, 29.0, {"a/1": b"news"}, PLAN)))
     thread.start()
     time.sleep(0.1)
@@ -119,7 +119,7 @@ def test_of_more_questions_than_may_wait_each_is_answered_at_once(
 ) -> None:
     monkeypatch.setattr(changes, name, most)
     before = look(store, ["a"])
-    found: list[Sight] = []
+    found: list[Listing] = []
     is_there = threading.Event()
     await_change = changes.Changes._await_change
 
@@ -158,7 +158,7 @@ def test_what_a_thread_asks_is_answered_from_what_it_saw(store: ObjectStore) -> 
     sight = look(store, ["a"])
     store.put("a/1", b"later")
     store.put("a/2", b"later")
-    with store.sights.answer_from(sight):
+    with store.listings.answer_from(sight):
         assert store.get("a/1", 10) == b"one"
         assert store.get("a/2", 10) is None
         assert [path for path, _ in store.list("a")] == ["a/1", "a/large"]
@@ -230,8 +230,8 @@ def test_as_many_values_as_an_island_may_send_are_no_more_than_are_taken(store: 
     known = {f"a/{number}": "" for number in range(100_000)}
     paths = [f"b/{number}" for number in range(4096)]
     few = {f"c/{number}": b"" for number in range(16)}
-    question = Question(create=few, put=few, prefixes=["a"] * 16, paths=paths, known=known)
-    assert store.ask(question).created == few
+    question = PollRequest(create=few, put=few, prefixes=["a"] * 16, paths=paths, known=known)
+    assert store.poll(question).created == few
 
 
 def test_what_is_too_much_together_is_asked_for_by_itself(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_what_is_too_much_together_is_asked_for_by_itself(store: ObjectStore, mo
     sight = look(store, ["a", "b"], create={"b/3": b"other"})
     told = [data for data in (*sight.created.values(), *sight.objects.values()) if data is not None]
     assert told == [bytes(1000)] * 2
-    with store.sights.answer_from(sight):
+    with store.listings.answer_from(sight):
         assert [store.get(name, 2000) for name in ("a/1", "a/2", "b/3")] == [bytes(1000)] * 3
     assert look(store, ["a"]).objects == {"a/1": bytes(1000), "a/2": bytes(1000)}, "an answer counts until it is sent"
     monkeypatch.setattr(changes, "MAX_TOLD_BYTES", 1500)
@@ -259,7 +259,7 @@ def test_what_was_known_is_not_shown_in_place_of_news_that_are_left_out(
     monkeypatch.setattr(changes, "MAX_TOLD_BYTES", 10)
     sight = look(store, ["a"], before)
     assert sight.objects == {"a/1": None}
-    with store.sights.answer_from(sight):
+    with store.listings.answer_from(sight):
         assert store.get("a/1", 100) == b"new, and longer"
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hf_diloco.apps.common.base import BaseRun, read_json_object
 from hf_diloco.apps.common.paths import get_at
 from hf_diloco.errors import ConfigError
-from hf_diloco.trainer.ignored_settings import READ_BY_NAME, Asked
-from hf_diloco.trainer.refusals import refuse_out_of_reach
+from hf_diloco.trainer.ignored_settings import READ_BY_NAME, TrackedConfig
+from hf_diloco.trainer.refusals import refuse_unreadable_masters
 from hf_diloco.utils.extras import import_deepspeed_quietly
 from hf_diloco.utils.settings import refusing
 from hf_diloco.utils.text import nearest, one_line
@@ -83,7 +83,7 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
         raise ConfigError(f"deepspeed: zero_optimization.stage: give one of the numbers 0 to 3, got {stage!r}")
     zero = {key: value for key, value in zero.items() if value is not None or key not in _OFFLOADS}
     config = {**config, "zero_optimization": zero}
-    refuse_out_of_reach(config, run.meeting.enabled)
+    refuse_unreadable_masters(config, run.meeting.enabled)
     if zero.get("stage") == 3:
         zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
         if str(optimizer.get("type")).lower() == "muon":
@@ -152,7 +152,7 @@ def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments, t
         raise ConfigError(f'deepspeed: {left}: nothing takes the place of "auto"; give values, or leave it out')
     _check_optimizer(config)
     _check_scheduler(config, args.learning_rate)
-    asked = Asked.of_config(config)
+    asked = TrackedConfig.of_config(config)
     try:
         read = DeepSpeedConfig(asked)
     except ValidationError as error:

@@ -130,11 +130,11 @@ class MeshNeighbours(Neighbours):
         self._endpoint.rate_limit.check(num_bytes, what, self._exchange_timeout, otherwise)
         has_company = any(piece.bytes_to or piece.bytes_from for piece in pieces)
         if has_company:
-            self._check_company()
+            self._check_peers_left()
         with self._is_swapping:
             traffic = self._swapping.run(pieces)
         if has_company:
-            self._check_company()
+            self._check_peers_left()
         return traffic
 
     def life(self, peer: int) -> str | None:
@@ -172,9 +172,7 @@ class MeshNeighbours(Neighbours):
         if missing := keys.keys() - records.keys():
             remedy = "Check that all nodes run, and start those that do not"
             if self._reception.has_begun:
-                remedy = (
-                    f"A further training begins on all nodes alike. If they go on with this one: {self._way_back()}"
-                )
+                remedy = f"A further training begins on all nodes alike. If they go on with this one: {self._remedy()}"
             raise IslandLostError(
                 f"{plural('node', len(missing))} {numbers(missing)} did not show the record {topic!r} within "
                 f"{self._connect_timeout:g} s. {remedy}",
@@ -232,8 +230,8 @@ class MeshNeighbours(Neighbours):
         self._note_lost()
         self._reception.begin()
         if self._published is not None:
-            self._reception.turn_away(self._published.lost)
-        for peer, one in self._reception.let_in(x, step, is_in_step=self._published is None).items():
+            self._reception.reject(self._published.lost)
+        for peer, one in self._reception.admit(x, step, is_in_step=self._published is None).items():
             self._edges[peer] = one.edge
             self.lost.pop(peer, None)
             what = "has returned" if one.is_new else "is connected again"
@@ -304,7 +302,7 @@ class MeshNeighbours(Neighbours):
         if self.peers and not self._edges and self._reception.is_given_up:
             raise IslandLostError(
                 f"all neighbours have given up node {self.node}, which took too long to answer, and go on without it. "
-                f"{self._way_back()}",
+                f"{self._remedy()}",
                 self.peers,
             )
 
@@ -333,17 +331,17 @@ class MeshNeighbours(Neighbours):
         elif before:
             self._news.append("the average of all nodes is over all of them again")
 
-    def _check_company(self) -> None:
+    def _check_peers_left(self) -> None:
         """Raises `IslandLostError` if no neighbour is left."""
         if self._edges or not self.peers:
             return
         reasons = "; ".join(f"node {peer}: {self.lost[peer]}" for peer in self.peers if peer in self.lost)
         raise IslandLostError(
-            f"all neighbours of node {self.node} are lost ({reasons or 'it was closed'}). {self._way_back()}",
+            f"all neighbours of node {self.node} are lost ({reasons or 'it was closed'}). {self._remedy()}",
             self.peers,
         )
 
-    def _way_back(self) -> str:
+    def _remedy(self) -> str:
         """Advice for a node that has no node left to average with."""
         if self.node == KEEPER:
             return (

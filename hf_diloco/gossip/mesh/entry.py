@@ -74,7 +74,7 @@ class Agreement(ABC):
         return decide(self._board, self._prefix, self._round, self._peer, is_on)
 
 
-class Answers(Agreement):
+class Responder(Agreement):
     """The side that answers proposals."""
 
     def is_now(self, step: int) -> bool:
@@ -98,7 +98,7 @@ class Answers(Agreement):
         self._board.put(f"{self._prefix}/{self._round}/{self._node}", {"is_to_come": is_to_come})
 
 
-class Proposals(Agreement):
+class Proposer(Agreement):
     """The side that makes proposals.
 
     Args:
@@ -178,13 +178,13 @@ class Entry:
             if self._transfer(peer, lambda edge, transfers: edge.receive(buffer, transfers)):
                 total = x.copy_(buffer) if total is None else total.add_(buffer)
                 num_given += 1
-        self._check_company()
+        self._check_peers_left()
         x.mul_(1.0 / num_given)
         self._board.remove(lost_key(self._node))
         self._board.count("returned", 1)  # before any neighbour goes on: the next average includes this node
         for peer in sorted(self._edges):
             self._transfer(peer, lambda edge, transfers: edge.send(torch.ones(1, dtype=torch.uint8), transfers))
-        self._check_company()
+        self._check_peers_left()
         return step
 
     def _agree(self) -> int:
@@ -234,12 +234,12 @@ class Entry:
             for peer in missing:
                 if (word := say(peer)) is not None:
                     said[peer] = word
-                self._straggler_timeout.leave_out_own_pause()
+                self._straggler_timeout.exclude_own_pause()
             if time.monotonic() - looked > PROBE_SECONDS:
                 looked = time.monotonic()
                 self._look_at([peer for peer in missing if peer not in said])
             await_news()
-        self._check_company()
+        self._check_peers_left()
         return {peer: said[peer] for peer in self._edges}
 
     def _look_at(self, missing: list[int]) -> None:
@@ -270,7 +270,7 @@ class Entry:
         record = self._board.read(self._key(f"{topic}/{peer}"), peer)
         return None if record is None else whole_number(record, field, peer)
 
-    def _check_company(self) -> None:
+    def _check_peers_left(self) -> None:
         if not self._edges:
             raise IslandLostError(
                 f"node {self._node} could not return, as none of its neighbours is there: start it again when they "
@@ -305,7 +305,7 @@ class FreeEntry(Entry):
             if self._transfer(peer, ask):
                 steps.append(int(step))
                 total.add_(received)
-        self._check_company()
+        self._check_peers_left()
         torch.mul(total, 1.0 / len(steps), out=x)
         self._board.remove(lost_key(self._node))
         return max(steps)

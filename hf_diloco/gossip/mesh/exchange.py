@@ -127,7 +127,7 @@ class StragglerTimeout:
         def look() -> None:
             if self._has_given_up:
                 raise IslandLostError(f"node {peer} is waited for no more", [peer])
-            self.leave_out_own_pause()
+            self.exclude_own_pause()
             self._wait.look([peer])
             self._say(peer)
             if peer not in self._seen:
@@ -145,7 +145,7 @@ class StragglerTimeout:
     def _is_over(self) -> bool:
         return self._clock.now() >= self._ends_at
 
-    def leave_out_own_pause(self) -> None:
+    def exclude_own_pause(self) -> None:
         """Extends the timeout by a pause of this process. Call it at least twice in `PAUSE_SECONDS`, and between two
         requests to the store: each takes a round trip, which is not a pause."""
         now = self._clock.now()
@@ -183,7 +183,7 @@ class StragglerTimeout:
             self._asks_from = self._clock.now() + SILENCE_SECONDS
             return None
         finally:
-            self.leave_out_own_pause()
+            self.exclude_own_pause()
 
 
 @dataclass

@@ -19,7 +19,7 @@ from hf_diloco.gossip.mesh.published import MeshPublished
 from hf_diloco.gossip.mesh.store import Board, asking, company_key, greeting_key, lost_key
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord
-from hf_diloco.store.question import looking_once
+from hf_diloco.store.long_poll import looking_once
 from hf_diloco.store.tcp_store import who_did_not_fit
 from hf_diloco.utils.text import numbers, plural
 from hf_diloco.utils.waiting import WaitNotes

@@ -34,7 +34,7 @@ import torch
 
 from hf_diloco.errors import DiLoCoError, IslandLostError, PayloadError
 from hf_diloco.gossip.mesh.edges import Edge, edge_life
-from hf_diloco.gossip.mesh.entry import Agreement, Answers, Proposals
+from hf_diloco.gossip.mesh.entry import Agreement, Proposer, Responder
 from hf_diloco.gossip.mesh.exchange import StragglerTimeout
 from hf_diloco.gossip.mesh.joining import LOOK_SECONDS, Announcement, Joining
 from hf_diloco.gossip.mesh.store import company_key, entry_prefix, greeting_key, lost_key
@@ -111,7 +111,7 @@ class Reception:
                 self._thread = threading.Thread(target=self._look, name="hf-diloco-returns", daemon=True)
                 self._thread.start()
 
-    def let_in(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Arrival]:
+    def admit(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Arrival]:
         """Lets reconnected nodes take part.
 
         Args:
@@ -128,14 +128,14 @@ class Reception:
                 one.edge.check()
                 is_in = (self._is_let_in if is_in_step else self._is_free_to_enter)(peer, one, x, step)
             except DiLoCoError:  # the node is gone again; or the store, whose loss other calls report
-                self.turn_away([peer])
+                self.reject([peer])
                 continue
             if is_in:
                 entered[peer] = one
                 del self._arrivals[peer]
         return entered
 
-    def turn_away(self, peers: Collection[int]) -> None:
+    def reject(self, peers: Collection[int]) -> None:
         """Disconnects nodes that do not take part yet; they have to reconnect."""
         for peer in set(peers) & self._arrivals.keys():
             self._arrivals.pop(peer).edge.close()
@@ -200,7 +200,7 @@ class Reception:
         self._answered[peer] = self._greeted.pop(peer)
         nodes = company.get("nodes")
         if isinstance(nodes, list) and self._node in nodes:
-            answers = Answers(self._board, entry_prefix(peer, start), self._node, peer)
+            answers = Responder(self._board, entry_prefix(peer, start), self._node, peer)
             self._connect_to(peer, 0, answers)
 
     def _meet_again(self, peer: int, announcement: Announcement | None) -> None:
@@ -213,13 +213,13 @@ class Reception:
             if not is_missed or time.monotonic() < self._lost[peer]:
                 return
             attempt = self._board.count(attempts, 1)
-            agreement = Proposals(self._board, f"{attempts}/{attempt}", self._node, peer, self._num_nodes)
+            agreement = Proposer(self._board, f"{attempts}/{attempt}", self._node, peer, self._num_nodes)
         else:
             attempt = self._board.count(attempts)
             if attempt == self._attempts.get(attempts, 0):
                 return
             self._attempts[attempts] = attempt
-            agreement = Answers(self._board, f"{attempts}/{attempt}", self._node, peer)
+            agreement = Responder(self._board, f"{attempts}/{attempt}", self._node, peer)
         self._connect_to(peer, attempt, agreement, lambda: self._board.count(attempts) > attempt)
 
     def _connect_to(

@@ -317,7 +317,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         """
         self._adopt()
         self.check_sent(self._x)
-        self.neighbours.settle()
+        self.neighbours.drain()
         own = self._x.clone()
         try:
             with torch.no_grad():
@@ -383,4 +383,4 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
                 self.state[parameter][name] = view
 
     def _adopt(self) -> None:
-        self._flat.adopt(self.neighbours.settle)
+        self._flat.adopt(self.neighbours.drain)

@@ -88,11 +88,11 @@ class FlatParameters:
         pieces = vector.split([shape.numel() for shape, _ in self._formats])
         return [piece.as_strided(*format) for piece, format in zip(pieces, self._formats, strict=True)]
 
-    def adopt(self, settle: Callable[[], None]) -> None:
+    def adopt(self, drain: Callable[[], None]) -> None:
         """Makes parameters views of `x`; repeats this for parameters that were given other memory since.
 
         Args:
-            settle: called before a write to `x`, which an exchange may still be reading.
+            drain: called before a write to `x`, which an exchange may still be reading.
 
         Raises:
             UnsupportedError: a parameter moved to another device, or has another dtype.
@@ -105,7 +105,7 @@ class FlatParameters:
                     f"{self._method}: a parameter went from {view.dtype} on {view.device} to {parameter.dtype} on "
                     f"{parameter.device}; move the model before the optimizer is made"
                 )
-            settle()
+            drain()
             view.copy_(parameter.data)
             parameter.data = view
 

@@ -63,7 +63,7 @@ class Awaited(_Message):
     linger: float = Field(gt=0, le=MAX_WAIT_SECONDS)
 
 
-class Question(_Message):
+class PollRequest(_Message):
     """An island's request. If it knows nothing (`known` is None), every object is news.
 
     `put` objects are flushed to the disk if `is_lasting`.
@@ -86,8 +86,8 @@ class Question(_Message):
         return self
 
 
-class Answer(_Message):
-    """The server's answer; `created` has the data at the paths that the question creates or replaces."""
+class PollResponse(_Message):
+    """The server's answer; `created` has the data at the paths that the request creates or replaces."""
 
     created: dict[Path, bytes | None]
     objects: dict[Path, tuple[str, bytes | None]]
@@ -97,7 +97,7 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 0.5
 
 
 @dataclass(frozen=True)
-class Sight:
+class Listing:
     """All objects below some prefixes at one moment.
 
     Attributes:
@@ -124,15 +124,15 @@ class Sight:
         return sorted((path, len(data or b"")) for path, data in found)
 
 
-class Sights(threading.local):
-    """The sight from which a thread's reads are answered, until the thread writes."""
+class ListingCache(threading.local):
+    """The listing from which a thread's reads are answered, until the thread writes."""
 
-    current: Sight | None = None
+    current: Listing | None = None
 
     @contextmanager
-    def answer_from(self, sight: Sight) -> Iterator[None]:
-        """Answers this thread's reads from a sight, as far as it covers them."""
-        self.current = sight
+    def answer_from(self, listing: Listing) -> Iterator[None]:
+        """Answers this thread's reads from a listing, as far as it covers them."""
+        self.current = listing
         try:
             yield
         finally:
@@ -142,18 +142,18 @@ class Sights(threading.local):
 def look(
     store: ObjectStore,
     prefixes: Sequence[str],
-    before: Sight | None = None,
+    before: Listing | None = None,
     seconds: float = 0.0,
     create: Mapping[str, bytes] | None = None,
     awaited: Awaited | None = None,
     paths: Collection[str] = (),
-) -> Sight:
+) -> Listing:
     """Returns all objects below some prefixes, in one request, as soon as they differ from `before`.
 
     Args:
         store: one that `tells_changes`.
         prefixes: where to look.
-        before: the previous sight; None: do not wait.
+        before: the previous listing; None: do not wait.
         seconds: the longest wait for a change.
         create: objects to create first, unless they exist.
         awaited: an object below one of the prefixes for which other news wait.
@@ -163,8 +163,8 @@ def look(
         StoreError: no answer, or a refusal.
     """
     known = None if before is None else dict(before.tags)
-    answer = store.ask(
-        Question(
+    answer = store.poll(
+        PollRequest(
             create=dict(create or {}),
             prefixes=list(prefixes),
             paths=list(paths),
@@ -174,7 +174,7 @@ def look(
         )
     )
     seen = {(path, tag): before.objects[path] for path, tag in before.tags.items()} if before else {}
-    return Sight(
+    return Listing(
         tuple(prefixes),
         {path: seen.get((path, tag)) if data is None else data for path, (tag, data) in answer.objects.items()},
         {path: tag for path, (tag, _) in answer.objects.items()},
@@ -187,13 +187,13 @@ def look(
 def looking_once(store: ObjectStore, prefixes: Sequence[str], paths: Collection[str] = ()) -> Iterator[None]:
     """Answers this thread's reads of some places, until it writes, from one request if the store supports that.
 
-    Places that the current sight covers are not requested again.
+    Places that the current listing covers are not requested again.
     """
-    sight = store.sights.current if store.tells_changes else None
-    if not store.tells_changes or (sight and all(map(sight.covers, [*prefixes, *paths]))):
+    listing = store.listings.current if store.tells_changes else None
+    if not store.tells_changes or (listing and all(map(listing.covers, [*prefixes, *paths]))):
         yield
         return
-    with store.sights.answer_from(look(store, prefixes, paths=paths)):
+    with store.listings.answer_from(look(store, prefixes, paths=paths)):
         yield
 
 
@@ -219,29 +219,29 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._create = dict(self.create or {})
-        self._sight: Sight | None = None
+        self._listing: Listing | None = None
         self._pause = 0.0
 
-    def ask(self, *questions: Callable[[], Any]) -> list[Any]:
+    def ask(self, *reads: Callable[[], Any]) -> list[Any]:
         """Returns the answers. From the second call on it waits first: at most half a second, less if there is
         news."""
         if self.store.tells_changes:
-            return self._ask_at_once(questions)
+            return self._ask_at_once(reads)
         self._rest()
-        return [question() for question in questions] if self.store.is_near else ask_together(*questions)
+        return [read() for read in reads] if self.store.is_near else ask_together(*reads)
 
-    def _ask_at_once(self, questions: Sequence[Callable[[], Any]]) -> list[Any]:
-        before, begun = self._sight, self.clock.now()
-        self._sight = look(
+    def _ask_at_once(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
+        before, begun = self._listing, self.clock.now()
+        self._listing = look(
             self.store, self.prefixes, before, MAX_PAUSE_SECONDS, self._create, self.awaited, self.paths
         )
-        if before and before.tags == self._sight.tags and self.clock.now() - begun < MAX_PAUSE_SECONDS / 2:
-            self._rest()  # the server has too many waiting questions, and answered at once
-        if self._create and dict(self._sight.created) != self._create:
+        if before and before.tags == self._listing.tags and self.clock.now() - begun < MAX_PAUSE_SECONDS / 2:
+            self._rest()  # the server has too many waiting polls, and answered at once
+        if self._create and dict(self._listing.created) != self._create:
             self.when_taken()
         self._create = {}
-        with self.store.sights.answer_from(self._sight):
-            return [question() for question in questions]
+        with self.store.listings.answer_from(self._listing):
+            return [read() for read in reads]
 
     def _rest(self) -> None:
         self.clock.sleep(self._pause)
