@@ -184,40 +184,8 @@ class OneBitOptimizer(Optimizer):
             self._update_in_warm_up(tensor)
 
     def _step_compressed(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            if not tensor.state:  # its values are exchanged, but never used
-                tensor.exchanged.zero_()
-                continue
-            beta1, _ = tensor.group["betas"]
-            torch.mul(tensor.state["exp_avg"], beta1, out=tensor.exchanged)
-            if tensor.parameter.grad is not None:
-                tensor.exchanged.add_(tensor.parameter.grad, alpha=1 - beta1)
-            if "scale" in tensor.state:
-                tensor.exchanged.mul_(tensor.state["scale"])
-        exchange = self.exchange
-        if self._lost_errors:
-            logger.warning("1-bit errors begin at zero: %s", self._lost_errors)
-            self._lost_errors = ""
-        assert self._exchanged is not None
-        num_finite = exchange.mean_(self._exchanged)
-        self.bytes_sent += exchange.bytes_sent
-        if num_finite < exchange.num_ranks:
-            self.num_left_out += exchange.num_ranks - num_finite
-            what = "they are left out of the mean" if num_finite else "the step is left out"
-            logger.warning(
-                "step %d: the gradients of %d of %d ranks are not finite: %s",
-                self.num_steps + 1,
-                exchange.num_ranks - num_finite,
-                exchange.num_ranks,
-                what,
-            )
-        self._num_steps_left_out = 0 if num_finite else self._num_steps_left_out + 1
-        if self._num_steps_left_out == MAX_LEFT_OUT:
-            raise ExchangeError(
-                f"step {self.num_steps + 1}: no rank had finite gradients in the last {MAX_LEFT_OUT} steps: look at "
-                "the data, and resume from a checkpoint before them with a lower learning rate or a longer warm-up"
-            )
-        if not num_finite:
+        self._fill_exchanged(tensors)
+        if not self._average_exchanged():
             return
         for tensor in tensors:
             if not tensor.state or not tensor.parameter.requires_grad:  # a frozen tensor may have state from before
@@ -229,6 +197,50 @@ class OneBitOptimizer(Optimizer):
             if self.freeze_unseen:
                 tensor.exchanged.masked_fill_(tensor.state["exp_avg_sq"] == 0, 0.0)
             self._update_compressed(tensor)
+
+    def _fill_exchanged(self, tensors: list[Tensor]) -> None:
+        """Writes each tensor's new momentum, by this rank's gradient alone, to `exchanged`."""
+        for tensor in tensors:
+            if not tensor.state:  # its values are exchanged, but never used
+                tensor.exchanged.zero_()
+                continue
+            beta1, _ = tensor.group["betas"]
+            torch.mul(tensor.state["exp_avg"], beta1, out=tensor.exchanged)
+            if tensor.parameter.grad is not None:
+                tensor.exchanged.add_(tensor.parameter.grad, alpha=1 - beta1)
+            if "scale" in tensor.state:
+                tensor.exchanged.mul_(tensor.state["scale"])
+
+    def _average_exchanged(self) -> bool:
+        """Averages `exchanged` over the ranks with finite values; returns False if there are none, so no step.
+
+        Raises:
+            ExchangeError: no rank had finite values in `MAX_LEFT_OUT` steps in a row.
+        """
+        exchange = self.exchange
+        if self._lost_errors:
+            logger.warning("1-bit errors begin at zero: %s", self._lost_errors)
+            self._lost_errors = ""
+        assert self._exchanged is not None
+        num_finite = exchange.mean_(self._exchanged)
+        self.bytes_sent += exchange.bytes_sent
+        num_left_out = exchange.num_ranks - num_finite
+        if num_left_out:
+            self.num_left_out += num_left_out
+            logger.warning(
+                "step %d: the gradients of %d of %d ranks are not finite: %s",
+                self.num_steps + 1,
+                num_left_out,
+                exchange.num_ranks,
+                "they are left out of the mean" if num_finite else "the step is left out",
+            )
+        self._num_steps_left_out = 0 if num_finite else self._num_steps_left_out + 1
+        if self._num_steps_left_out == MAX_LEFT_OUT:
+            raise ExchangeError(
+                f"step {self.num_steps + 1}: no rank had finite gradients in the last {MAX_LEFT_OUT} steps: look at "
+                "the data, and resume from a checkpoint before them with a lower learning rate or a longer warm-up"
+            )
+        return num_finite > 0
 
     def _direction(self, tensor: Tensor, momentum: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """m / (sqrt(v) + eps), with bias correction if it is on; `out` may be `momentum`."""
