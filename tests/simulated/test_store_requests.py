@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from hf_diloco.rounds import open as opening
-from hf_diloco.store import log, objects, question
+from hf_diloco.store import log, long_poll, objects
 from hf_diloco.store.backends import Cloud, Server
 from hf_diloco.store.long_poll import MAX_WAIT_SECONDS
 from hf_diloco.utils.threads import ask_together
@@ -117,7 +117,7 @@ def num_requests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         return getattr(numbers, "own", 0)
 
     monkeypatch.setattr(objects.ObjectStore, "_retry", counted(objects.ObjectStore._retry))
-    for module in (log, question):
+    for module in (log, long_poll):
         monkeypatch.setattr(module, "ask_together", counted(ask_together))
     return count
 
