@@ -140,7 +140,7 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
             num_sound += 1
         else:
             if ranks.is_leader:
-                logger.warning("%s: %s is passed over", damage, held[step].name)
+                logger.warning("%s: %s is skipped", damage, held[step].name)
             del held[step]
     return held
 
@@ -176,8 +176,8 @@ def read_held(record: Record, node: int) -> list[Held]:
         return [(int(step), str(life)) for step, life in record["held"]]
     except (KeyError, TypeError, ValueError):
         raise PayloadError(
-            f"node {node} shows its checkpoints in another way ({record}): give all nodes the same version, and the "
-            "rendezvous a port of its own"
+            f"node {node} publishes its checkpoints in another format ({record}): give all nodes the same version, "
+            "and the rendezvous a port of its own"
         ) from None
 
 

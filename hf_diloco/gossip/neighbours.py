@@ -189,7 +189,7 @@ class Neighbours(ABC):
             UnsupportedError: the transport does not support publishing.
         """
         raise UnsupportedError(
-            f"{type(self).__name__} lets nodes take nothing from each other unasked; choose a method in which "
+            f"{type(self).__name__} does not support publishing; choose a method in which "
             "neighbours meet (swarm-sgd: blocking=True)"
         )
 

@@ -145,7 +145,7 @@ class NodeNeighbours(Neighbours):
         inner = self._inner
         if inner is None or not inner.is_on_host or self._turns is not None:
             return
-        assert self._begun is None, "what has begun is mixed before the next begins"
+        assert self._begun is None, "mix the exchange that has begun before the next begins"
         with self._clock():
             begun = self._begun = self._prepare(vectors, outs, step)
             self._ahead.start(lambda: inner.mix(begun.given, begun.taken, step))
@@ -157,7 +157,7 @@ class NodeNeighbours(Neighbours):
         begun, self._begun = self._begun, None
         if begun is not None:
             is_it = topology is None and begun.step == step and all(map(operator.is_, begun.outs, outs))
-            assert is_it, "this is not what has begun"
+            assert is_it, "another exchange has begun"
         with self._clock():
             mix = begun or self._prepare(vectors, outs, step)
 

@@ -27,12 +27,12 @@ def pack_record(topic: str, record: Record) -> bytes:
         packed = json.dumps(record).encode()
     except (TypeError, ValueError) as error:
         raise PayloadError(
-            f"the record {topic!r} cannot be shown to other nodes: {error}; give what JSON holds"
+            f"the record {topic!r} cannot be published: {error}; give values that JSON can hold"
         ) from None
     if len(packed) > MAX_RECORD_BYTES:
         raise PayloadError(
-            f"the record {topic!r} has {len(packed):,} bytes, but nodes show each other {MAX_RECORD_BYTES:,} at most: "
-            "put less into it"
+            f"the record {topic!r} has {len(packed):,} bytes, but at most {MAX_RECORD_BYTES:,} are allowed: put less "
+            "into it"
         )
     return packed
 
@@ -53,7 +53,7 @@ def unpack_record(topic: str, node: int, packed: bytes) -> Record:
         except (ValueError, RecursionError) as error:  # ValueError: also for invalid UTF-8
             problem = f"it is no JSON: {error}"
     raise PayloadError(
-        f"what node {node} shows as {topic!r} is no record ({problem}): it runs another version, or something else "
+        f"node {node} published an invalid record {topic!r} ({problem}): it runs another version, or something else "
         "writes to the rendezvous. Give all nodes the same version, and the rendezvous a port of its own"
     )
 
@@ -68,6 +68,6 @@ def whole_number(record: Record, name: str, node: int) -> int:
     if isinstance(value, int):
         return value
     raise PayloadError(
-        f"node {node} shows a record without a whole number {name!r} ({record}): give all nodes the same version, and "
-        "the rendezvous a port of its own"
+        f"node {node} published a record without a whole number {name!r} ({record}): give all nodes the same version, "
+        "and the rendezvous a port of its own"
     )

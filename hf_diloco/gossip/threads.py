@@ -131,7 +131,7 @@ class Ahead:
 
     def start(self, call: Callable[[], Traffic]) -> None:
         """Starts `call` in the thread; `take` must be called before the next start."""
-        assert self._outcome is None, "an exchange is under way"
+        assert self._outcome is None, "an exchange is in flight"
         if self._thread is None:
             self._thread = _start_thread(self._requests)
         self._outcome, self._asked = Future(), math.inf

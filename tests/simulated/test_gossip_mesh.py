@@ -251,7 +251,7 @@ def test_who_came_too_late_keeps_the_others_from_no_later_average(store: KeptSto
     def talk(node: int, neighbours: MeshNeighbours) -> tuple[int, ...]:
         if node == 3:
             assert left_out.wait(LONG)
-            for message in ("nodes 0-2 average without this one", "nodes 0-2 did not come to the average"):
+            for message in ("nodes 0-2 average without this one", "nodes 0-2 did not join the average"):
                 with pytest.raises(IslandLostError, match=message):
                     neighbours.average(values(node, 0, 4))
             has_tried.set()
@@ -282,8 +282,8 @@ def test_who_is_not_in_step_and_came_too_late_comes_to_a_later_average(have_aver
         for number in range(num_missed):
             if node == late:
                 are_through.wait(LONG)
-                problem = r"average without this one|did not come to the average"
-                with pytest.raises(IslandLostError, match=f"({problem}).*This node goes on, and comes to the next"):
+                problem = r"average without this one|did not join the average"
+                with pytest.raises(IslandLostError, match=f"({problem}).*This node goes on, and joins the next"):
                     neighbours.average(values(node, number, 4))
             else:
                 group = average._group
@@ -542,7 +542,7 @@ def test_records_that_do_not_come_are_named(store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> None:
         if node == 0:
             neighbours._connect_timeout = 0.5
-            with pytest.raises(IslandLostError, match=r"nodes 1, 2 did not show the record 'model'") as caught:
+            with pytest.raises(IslandLostError, match=r"nodes 1, 2 did not publish the record 'model'") as caught:
                 neighbours.share("model", {})
             assert caught.value.islands == (1, 2)
 

@@ -109,7 +109,7 @@ def test_nodes_that_cannot_enter_need_a_common_step() -> None:
 
 @pytest.mark.parametrize("record", [{"steps": [4]}, {"held": 4}, {"held": [[4]]}, {"held": [["x", "a"]]}])
 def test_a_node_of_another_version_is_told(record: Record) -> None:
-    with pytest.raises(PayloadError, match=r"node 1 shows its checkpoints in another way.*the same version"):
+    with pytest.raises(PayloadError, match=r"node 1 publishes its checkpoints in another format.*the same version"):
         read_held(record, 1)
 
 

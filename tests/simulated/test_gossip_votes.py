@@ -94,10 +94,10 @@ def average_as_node_0(decided: dict[int, object]) -> None:
 @pytest.mark.parametrize(
     ("nodes", "error", "message"),
     [
-        ("all", PayloadError, "the list of nodes that average is none"),
-        ([0, 9], PayloadError, "the list of nodes that average is none"),
+        ("all", PayloadError, "the list of nodes that average is invalid"),
+        ([0, 9], PayloadError, "the list of nodes that average is invalid"),
         ([1], IslandLostError, "node 1 average without this one, node 0, which came too late"),
-        ([0], IslandLostError, "node 1 did not come to the average. No other is left"),
+        ([0], IslandLostError, "node 1 did not join the average. No other is left"),
     ],
 )
 def test_a_group_that_a_node_cannot_average_in(nodes: object, error: type[Exception], message: str) -> None:

@@ -98,7 +98,7 @@ def test_who_shows_no_record_is_named(store: KeptStore, caplog: pytest.LogCaptur
         neighbours = join(store, node)
         neighbours._connect_timeout = SHORT  # meeting has its own, which is over
         if node == 0:
-            with pytest.raises(IslandLostError, match="did not show the record 'join'"):
+            with pytest.raises(IslandLostError, match="did not publish the record 'join'"):
                 neighbours.share("join", {})
         ended.wait(LONG)
         neighbours.close()

@@ -135,8 +135,8 @@ def test_who_has_left_is_not_there() -> None:
 def test_a_proposal_that_makes_no_sense_is_refused(record: dict[str, object]) -> None:
     board = Board(ValueStore.in_memory(), "test")
     board.put("x/proposal", record)
-    with pytest.raises(PayloadError, match="node 0 shows a record without a whole number"):
+    with pytest.raises(PayloadError, match="node 0 published a record without a whole number"):
         Responder(board, "x", ASKED, ASKING).is_now(0)
     board.put(f"x/at/{ASKED}", {"step": 1.5})
-    with pytest.raises(PayloadError, match="node 1 shows"):
+    with pytest.raises(PayloadError, match="node 1 published"):
         Proposer(board, "x", ASKING, ASKED, MAX_GAP).is_now(0)

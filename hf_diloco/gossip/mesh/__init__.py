@@ -174,7 +174,7 @@ class MeshNeighbours(Neighbours):
             if self._reception.has_begun:
                 remedy = f"A further training begins on all nodes alike. If they go on with this one: {self._remedy()}"
             raise IslandLostError(
-                f"{plural('node', len(missing))} {numbers(missing)} did not show the record {topic!r} within "
+                f"{plural('node', len(missing))} {numbers(missing)} did not publish the record {topic!r} within "
                 f"{self._connect_timeout:g} s. {remedy}",
                 missing,
             )
@@ -320,7 +320,7 @@ class MeshNeighbours(Neighbours):
                     continue
                 self._edges.pop(node).close()
                 self._reception.look_for([node])
-            self.lost[node] = "it did not come to the average of all nodes"
+            self.lost[node] = "it did not join the average of all nodes"
         for node in set(members) & self.lost.keys() - set(self.peers):
             del self.lost[node]
         if absent:
@@ -329,7 +329,7 @@ class MeshNeighbours(Neighbours):
                 f"without {plural('node', len(absent))} {numbers(absent)}"
             )
         elif before:
-            self._news.append("the average of all nodes is over all of them again")
+            self._news.append("the average of all nodes includes all of them again")
 
     def _check_peers_left(self) -> None:
         """Raises `IslandLostError` if no neighbour is left."""

@@ -233,7 +233,9 @@ class GroupAverage:
     def _check_members(self, decided: Record) -> tuple[int, ...]:
         nodes = decided.get("nodes")
         if not isinstance(nodes, list) or not set(nodes) <= set(range(self._num_nodes)):
-            raise PayloadError(f"the list of nodes that average is none ({decided}): give the rendezvous its own port")
+            raise PayloadError(
+                f"the list of nodes that average is invalid ({decided}): give the rendezvous its own port"
+            )
         members = tuple(sorted(nodes))
         others = set(range(self._num_nodes)) - {self._node}
         if members and self._node not in members:
@@ -251,7 +253,7 @@ class GroupAverage:
 
     def _nobody_came(self, others: Collection[int]) -> IslandLostError:
         return IslandLostError(
-            f"{plural('node', len(others))} {numbers(others)} did not come to the average. "
+            f"{plural('node', len(others))} {numbers(others)} did not join the average. "
             f"{self._miss('No other is left: start all nodes again from their checkpoints')}",
             others,
         )
@@ -264,7 +266,7 @@ class GroupAverage:
         self._num_missed += 1
         if self._num_missed.bit_count() == 1:
             self._board.count("returned", 1)
-        return "This node goes on, and comes to the next average"
+        return "This node goes on, and joins the next average"
 
     def _has_anyone_gone_on(self) -> bool:
         """Whether another node has received all votes of this average, and so has gone on."""

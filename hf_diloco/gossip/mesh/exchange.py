@@ -126,7 +126,7 @@ class StragglerTimeout:
 
         def look() -> None:
             if self._has_given_up:
-                raise IslandLostError(f"node {peer} is waited for no more", [peer])
+                raise IslandLostError(f"no longer waiting for node {peer}", [peer])
             self.exclude_own_pause()
             self._wait.look([peer])
             self._say(peer)

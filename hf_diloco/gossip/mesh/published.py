@@ -191,7 +191,7 @@ class MeshPublished(Published):
                 deadline = None
         except (RuntimeError, ExchangeError) as error:
             # Log the text only: a log record with the error would keep the sockets open.
-            logger.info("node %d serves node %d no more: %s", self.node, links.peer, str(error))
+            logger.info("node %d no longer serves node %d: %s", self.node, links.peer, str(error))
         self._ended.put((links, self._say_why(links, deadline, "take what it asked for")))
 
     def _answer(self, edge: Edge, deadline: Deadline) -> None:
