@@ -77,8 +77,8 @@ class InnerOptimizer:
             )
         if wanted == "average" and self.kind == "MuonWithAuxAdam":
             raise UnsupportedError(
-                "options.inner_buffers=average: the momentum of DeepSpeed's Muon lies otherwise than the master "
-                "weights, which this package cannot average: set it to keep or zero"
+                "options.inner_buffers=average: the momentum of DeepSpeed's Muon is laid out differently from the "
+                "master weights, which this package cannot average: set it to keep or zero"
             )
 
     @property

@@ -163,5 +163,7 @@ def _common_state(
             "again. Or start anew in another run folder"
         )
     if any(held):
-        logger.warning("no round is complete, and not all islands hold a checkpoint (%s): all begin anew", listing)
+        logger.warning(
+            "no round is complete, and not all islands hold a checkpoint (%s): all start from scratch", listing
+        )
     return None

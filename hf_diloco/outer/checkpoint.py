@@ -334,7 +334,7 @@ def _broken_after(output_dir: Path, step: int) -> Iterator[str]:
                 reason = f"{path} holds outer state alone"
             except CheckpointError as error:
                 reason = str(error).partition(": ")[0]
-            yield f"{reason}: {path.name} is passed over"
+            yield f"{reason}: {path.name} is skipped"
 
 
 def _read_file(path: Path, file: OuterFile) -> dict[str, torch.Tensor]:

@@ -138,8 +138,8 @@ def _in_files_of_peft(
     found = {_name_in_file(place.sub("", name)): value.clone() for name, value in parameters.items()}
     if any(name.startswith("prompt_encoder.") for name in found):
         raise CheckpointError(
-            f"{checkpoint} holds what prompts are computed from, and PEFT's files the prompts: make them where the "
-            "model is trained, by save_model within outer_weights()"
+            f"{checkpoint} holds the parameters that prompts are computed from, but PEFT's files hold the prompts: "
+            "make those files where the model is trained, by save_model within outer_weights()"
         )
     written = [checkpoint / ADAPTER, checkpoint / adapter / ADAPTER]
     return {**next((load_file(path) for path in written if path.is_file()), {}), **found}

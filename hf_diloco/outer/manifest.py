@@ -151,7 +151,7 @@ def first_sound(
         if damage is None:
             return path
         if ranks.is_leader:
-            logger.warning("%s: %s is passed over, an earlier checkpoint is used", damage, path.name)
+            logger.warning("%s: %s is skipped, an earlier checkpoint is used", damage, path.name)
     return None
 
 

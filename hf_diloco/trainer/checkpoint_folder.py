@@ -64,8 +64,9 @@ class CheckpointFolder:
         whole = self._find_whole()
         if whole:
             logger.warning(
-                "this training begins anew, but %s of an earlier one is there. It stays until this one saves the same "
-                "step, and common_checkpoint() may find it. Resume from it, remove it, or take another output_dir",
+                "this training starts from scratch, but %s of an earlier one is there. It stays until this one saves "
+                "the same step, and common_checkpoint() may find it. Resume from it, remove it, or take "
+                "another output_dir",
                 max(whole, key=_step_of),
             )
         return {path for path in self._find_numbered() if not self._is_unfinished(path, whole)}

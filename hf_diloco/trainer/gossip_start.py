@@ -223,7 +223,7 @@ class Beginning:
         """Calls `GossipOptimizer.begin_at`; moves the Trainer and the schedule to the step it returns."""
         state.global_step = self._optimizer.begin_at(enter)
         if not move_schedule(scheduler, state.global_step):
-            logger.warning("%s cannot be moved on: the learning rate begins anew", type(scheduler).__name__)
+            logger.warning("%s cannot be advanced: the learning rate starts from scratch", type(scheduler).__name__)
 
     def _compare(self, facts: Facts, place: Record, model: torch.nn.Module, state: TrainerState) -> None:
         """Raises `FingerprintError` unless all nodes train the same thing from the same starting point."""

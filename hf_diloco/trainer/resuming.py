@@ -95,10 +95,10 @@ def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -
     if not session.has_common_end or step - taken < session.config.sync_every:
         return
     if move_schedule(scheduler, step):
-        logger.info("the run is %d rounds old: its learning rate of step %d is taken", session.outer.round, step)
+        logger.info("the run is %d rounds old: using its learning rate of step %d", session.outer.round, step)
     else:
         logger.warning(
-            "the run is %d rounds old, but %s cannot be moved on: the learning rate is that of step %d",
+            "the run is %d rounds old, but %s cannot be advanced: the learning rate is that of step %d",
             session.outer.round,
             type(getattr(scheduler, "scheduler", scheduler)).__name__,
             state.global_step,

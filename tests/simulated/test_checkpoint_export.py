@@ -205,7 +205,7 @@ def test_prompts_that_are_computed_are_refused(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-1"
     of_known_values(make_adapters("computed"), checkpoint)
     with pytest.raises(
-        CheckpointError, match=r"holds what prompts are computed from.*save_model within outer_weights"
+        CheckpointError, match=r"holds the parameters that prompts are computed from.*save_model within outer_weights"
     ):
         export(checkpoint, read_index(checkpoint), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

@@ -95,7 +95,7 @@ def test_a_damaged_file_makes_the_older_checkpoint_count(
     DAMAGES[damage](run / "checkpoint-6" / name)
     with caplog.at_level(logging.WARNING, "hf_diloco"):
         assert DiLoCoCallback(sync_every=3).common_checkpoint(run) == run / "checkpoint-4"
-    assert "checkpoint-6 is passed over" in caplog.text
+    assert "checkpoint-6 is skipped" in caplog.text
     assert name.rpartition("/")[2] in caplog.text
 
 
@@ -205,7 +205,7 @@ def test_a_training_that_begins_anew_deletes_none_of_an_earlier_one(
 ) -> None:
     make_saving_trainer(run, DiLoCoCallback(sync_every=3), save_total_limit=1, save_steps=3).train()
     assert {path.name for path in run.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (2, 4, 6)}
-    assert f"this training begins anew, but {run / 'checkpoint-6'} of an earlier one is there" in caplog.text
+    assert f"this training starts from scratch, but {run / 'checkpoint-6'} of an earlier one is there" in caplog.text
 
 
 def test_what_cannot_be_read_goes_where_it_would_if_it_were_whole(run: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_damaged_checkpoint_of_a_plain_run_is_passed_over(tmp_path: Path, capl
     half(tmp_path / "checkpoint-6" / "optimizer.pt")
     flip(tmp_path / "checkpoint-4" / "optimizer.pt")
     assert callback().common_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    assert "checkpoint-4 is passed over" in caplog.text
+    assert "checkpoint-4 is skipped" in caplog.text
     with pytest.raises(CheckpointError, match=r"checkpoint-4/optimizer\.pt does not hold what was written"):
         callback().check_checkpoint(tmp_path / "checkpoint-4")
     for step in (2, 4, 6):  # as an earlier version of the package left them
@@ -282,7 +282,7 @@ def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: p
     assert set(whole_checkpoints(tmp_path)) == {2, 4, 6}
     flip(tmp_path / "checkpoint-6" / "model.safetensors")
     assert set(sound_checkpoints(tmp_path, ranks)) == {2, 4}
-    assert "model.safetensors does not hold what was written to it: checkpoint-6 is passed over" in caplog.text
+    assert "model.safetensors does not hold what was written to it: checkpoint-6 is skipped" in caplog.text
 
 
 # Islands that agree on a round
@@ -328,7 +328,7 @@ def test_islands_begin_anew_where_one_was_killed_before_its_first_checkpoint(
     assert not caplog.messages
     write_checkpoint(tmp_path / "0" / "checkpoint-2", number=0, step=2)
     assert find_on_both(tmp_path) == [None, None]
-    assert "(island 0: [0], island 1: none): all begin anew" in caplog.text
+    assert "(island 0: [0], island 1: none): all start from scratch" in caplog.text
 
 
 def test_the_round_that_all_went_back_to_stays_until_there_is_a_newer_one_beside(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_further_training_goes_on_from_the_parameters_and_without_momentum(
 ) -> None:
     """Two nodes that average equally are one that takes the mean gradient, here twice."""
     models = train_twice(tmp_path, method)
-    assert caplog.text.count("this training begins anew, but") == 2, "beside the checkpoints of the first"
+    assert caplog.text.count("this training starts from scratch, but") == 2, "beside the checkpoints of the first"
     torch.manual_seed(0)
     expected = Linear()
     inputs = [torch.stack([example["x"] for example in data_of(node)]) for node in (0, 1)]

@@ -116,7 +116,7 @@ def test_a_checkpoint_without_the_accelerators_part_is_not_whole(
         loop.train(1)
         outer.save_state(tmp_path / "checkpoint-1")
     assert Loop(tmp_path).outer.common_checkpoint() is None
-    assert "checkpoint-1 holds outer state alone: checkpoint-1 is passed over" in caplog.text
+    assert "checkpoint-1 holds outer state alone: checkpoint-1 is skipped" in caplog.text
 
 
 def test_as_many_stay_as_wanted(tmp_path: Path) -> None:
@@ -158,13 +158,13 @@ def test_one_that_begins_anew_is_warned_and_deletes_none_of_an_earlier_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for steps in ((2, 5), (3, 4, 5)):
-        assert "begins anew" not in caplog.text
+        assert "starts from scratch" not in caplog.text
         loop = Loop(tmp_path)
         with loop.outer as outer:
             for step in steps:
                 loop.train(step)
                 outer.save_checkpoint(limit=1 if len(steps) == 3 else None)
-    assert f"this training begins anew, but {tmp_path / 'checkpoint-5'} of an earlier one is there" in caplog.text
+    assert f"this training starts from scratch, but {tmp_path / 'checkpoint-5'} of an earlier one" in caplog.text
     assert steps_in(tmp_path) == [2, 5]
 
 

@@ -508,7 +508,7 @@ def test_deepspeeds_muon_is_refused_where_its_momentum_would_be_averaged(tmp_pat
 
     for outcome in try_islands(2, join):
         assert isinstance(outcome, UnsupportedError)
-        assert "the momentum of DeepSpeed's Muon lies otherwise than the master weights" in str(outcome)
+        assert "the momentum of DeepSpeed's Muon is laid out differently from the master weights" in str(outcome)
         assert "set it to keep or zero" in str(outcome)
 
 

@@ -379,4 +379,4 @@ def test_a_link_without_a_step_in_its_name_does_not_end_the_search(
     newest.symlink_to(tmp_path / "best", target_is_directory=True)
     (tmp_path / "checkpoint-40").mkdir()
     assert [path for path, _ in whole_checkpoints(tmp_path, IslandGroup())] == [named, newest]
-    assert "checkpoint-40 is passed over" in caplog.text
+    assert "checkpoint-40 is skipped" in caplog.text
