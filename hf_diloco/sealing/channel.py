@@ -230,9 +230,9 @@ class Agreement:
     def _refusal(self) -> ForgedError:
         name, island = self._parties.name(self._peer), self._parties.island(self._peer)
         return ForgedError(
-            f"who answered for {name} does not hold the run's key, or has another `encrypt` setting, or no identity "
-            f"where the others have some: give all {self._parties.unit}s one key (key_file or HF_DILOCO_KEY) and the "
-            "same settings, and see who listens there",
+            f"the process that answered for {name} does not hold the run's key, or has another `encrypt` setting, or "
+            f"no identity where the others have some: give all {self._parties.unit}s one key (key_file or "
+            "HF_DILOCO_KEY) and the same settings, and see who listens there",
             island,
         )
 

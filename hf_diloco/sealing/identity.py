@@ -42,8 +42,8 @@ class Roster:
                 return listed
         raise UnknownIdentityError(
             f"{self.unit} {island} shows the identity {show_public(public)}, which is not listed for it here "
-            f"(identities.{island}): it was removed, was never added, or somebody else speaks. If it is to take part, "
-            f"add it to identities on all {self.unit}s",
+            f"(identities.{island}): it was removed, was never added, or another process uses this number. If it is "
+            f"to take part, add it to identities on all {self.unit}s",
             island,
         )
 
@@ -61,7 +61,7 @@ class Roster:
         """Returns the error for an island whose key is valid until some round only."""
         return UnknownIdentityError(
             f"{self.unit} {island} shows the identity {show_public(public)}, which counts until round {last_round} "
-            f"only (identities.{island}): it was replaced, or the {self.unit} taken out. If it is to take part, make "
+            f"only (identities.{island}): it was replaced, or the {self.unit} removed. If it is to take part, make "
             f"a new one by `hf-diloco keys make FILE`, list it on all {self.unit}s, and give it to {self.unit} "
             f"{island} as identity_file",
             island,
@@ -123,8 +123,8 @@ class Signer(Secret):
             Ed25519PublicKey.from_public_bytes(public).verify(proof, _text(purpose, island, said))
         except (InvalidSignature, ValueError):
             raise UnknownIdentityError(
-                f"what bears the name of {self.roster.unit} {island} was not signed with its identity "
-                f"{show_public(public)}: it was altered, or somebody else speaks; keep others away",
+                f"data in the name of {self.roster.unit} {island} was not signed with its identity "
+                f"{show_public(public)}: it was altered, or another process sent it; keep others away",
                 island,
             ) from None
 

@@ -219,7 +219,9 @@ class Server(Cloud):
             data = said.read(MAX_ANSWER_BYTES + 1)
             if len(data) > MAX_ANSWER_BYTES:
                 said.close()
-                raise ConnectionError(f"an answer of more than {MAX_ANSWER_BYTES:,} bytes, and none of ours")
+                raise ConnectionError(
+                    f"an answer of more than {MAX_ANSWER_BYTES:,} bytes, not from a server of hf_diloco"
+                )
             if said.status == 404 and not self._has_answered:  # a later 404 is a proxy's that cannot reach the server
                 raise RendezvousError(
                     f"the server at {self._connections.host}:{self._connections.port} is of an older version of "
@@ -235,7 +237,7 @@ class Server(Cloud):
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there") from None
             raise ConnectionError(f"no connection ({error.__cause__ or error})") from None
         except (urllib3.exceptions.HTTPError, ValidationError) as error:
-            raise ConnectionError(f"no answer in time, or none of a server of ours ({error})") from None
+            raise ConnectionError(f"no answer in time, or not from a server of hf_diloco ({error})") from None
 
 
 def lacks_bucket(error: Exception) -> bool:

@@ -20,12 +20,12 @@ _DENIAL = re.compile(
     r"status code: 40[13]|AccessDenied|ExpiredToken|[Cc]redential|SecretAccessKey|169\.254\.169\.254|metadata\.google"
 )
 _PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN)  # transient errors of a network file system
-KEEPER_GONE = "who keeps it has ended, or cannot be reached"  # of a store that an island or a node hosts
+KEEPER_GONE = "the process that hosts it has ended, or cannot be reached"  # of a store that an island or a node hosts
 _LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429} | {501}  # status codes that a retry does not change
 _CAUSES = (
     (
         r"RequestTimeTooSkewed|RequestExpired|reasonable timeframe",
-        "set this machine's clock (`timedatectl`): the store takes no request of another time than its own",
+        "set this machine's clock (`timedatectl`): the store rejects requests with another time than its own",
     ),
     (
         r"AuthorizationHeaderMalformed|PermanentRedirect|incorrectly configured region",

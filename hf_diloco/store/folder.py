@@ -362,7 +362,7 @@ def _clearing_up_is_told(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise BlockingIOError(errno.EAGAIN, "it was cleared up before it was finished", path) from None
+        raise BlockingIOError(errno.EAGAIN, "another process deleted it before it was complete", path) from None
 
 
 @contextlib.contextmanager

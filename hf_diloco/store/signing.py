@@ -81,8 +81,8 @@ def check_author(path: str, body: Mapping[str, Any], by: int, unit: str) -> None
     for name in names:
         if name is not None and name != by:
             raise UnknownIdentityError(
-                f"{unit} {by} has signed {path} in the name of {unit} {name}: nobody speaks for another; look at "
-                f"{unit} {by}, and take it out of identities if it does not do so by mistake",
+                f"{unit} {by} has signed {path} in the name of {unit} {name}: nobody may sign for another; check "
+                f"{unit} {by}, and remove it from identities unless this was a mistake",
                 by,
             )
 

@@ -264,9 +264,9 @@ class Connections:
     def lost(self, peer: int, reason: str) -> IslandLostError:
         """Returns the error for a peer that is gone or late."""
         return IslandLostError(
-            f"{self.parties.name(peer)} was lost during the exchange ({reason}). If its machine is well, the link may "
-            "be too slow for exchange_timeout; else start all islands again: the run resumes from the newest round "
-            "that all hold",
+            f"{self.parties.name(peer)} was lost during the exchange ({reason}). If its machine is healthy, the link "
+            "may be too slow for exchange_timeout; else start all islands again: the run resumes from the newest "
+            "round that all hold",
             [peer],
         )
 

@@ -148,9 +148,9 @@ class Meeting:
             if old := [peer for peer in self._peers if lane.store.find(f"mesh/{lane.name}/0/{peer}")]:
                 raise self._other_version(old[0], "an older version, which meets elsewhere")
             if should_give_up():
-                raise IslandLostError(f"not all have shown where they listen ({lane.name})")
+                raise IslandLostError(f"not all have published their addresses ({lane.name})")
             if self._deadline.is_over:
-                raise self._lost(missing, "did not show where to connect")
+                raise self._lost(missing, "did not publish where to connect")
 
     def _read(self, peer: int, shown: bytes) -> Place:
         try:
@@ -160,7 +160,7 @@ class Meeting:
             if not 0 < place.port < 1 << 16:
                 raise ValueError
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise self._other_version(peer, f"what it shows is no address: {shown[:80]!r}") from None
+            raise self._other_version(peer, f"it published an invalid address: {shown[:80]!r}") from None
         if version != VERSION:
             raise self._other_version(peer, f"protocol {version}, where this one has {VERSION}")
         if way != (own := way_of(self._lane.key)):
@@ -296,7 +296,7 @@ class Meeting:
         if self._loop.time() - self._unreached_since.get(peer, math.inf) > UNREACHABLE_SECONDS:
             self._unreached_since[peer] = math.inf
             logger.warning(
-                "%s cannot be reached where it listens (%s, port %d: %s); this tries on. Check that firewalls let the "
+                "%s cannot be reached where it listens (%s, port %d: %s): retrying. Check that firewalls let the "
                 "machines reach each other on all ports, and bind_address there",
                 *(self._parties.name(peer), *place, error or type(error).__name__),
             )

@@ -80,7 +80,7 @@ class Swaps:
             missing = sorted(absent & self.left or absent)
         if missing:
             self.leave(member)
-            raise IslandLostError(f"{name_all(missing, self._unit)} did not come to the exchange", missing)
+            raise IslandLostError(f"{name_all(missing, self._unit)} did not join the exchange", missing)
         return [given[other] for other in range(self.num_members)]
 
     def leave(self, member: int) -> None:

@@ -114,7 +114,7 @@ def read_info(record: object) -> ObjectInfo:
         where = ".".join(str(key) for key in first["loc"])[:80]
         path = record.get("path") if isinstance(record, dict) else record
         raise PayloadError(
-            f"the announcement of the object {repr(path)[:200]} does not hold together "
+            f"the announcement of the object {repr(path)[:200]} is invalid "
             f"({f'{where!r}: ' if where else ''}{first['msg'][:200]}): leave its island out of the round, and see "
             "that it runs the same version of hf_diloco",
             path if isinstance(path, str) else "",
@@ -328,8 +328,8 @@ class BlockReader:
         plain = self._seal.open(path, block.number, data) if self._seal else None
         if plain is None:
             raise PayloadError(
-                f"the object {path!r} is encrypted, and not by this run for this place, or this island has no "
-                "encrypt_store: give all islands one key and the same encrypt_store",
+                f"the object {path!r} cannot be decrypted: it was not encrypted by this run for this place, or this "
+                "island has no encrypt_store. Give all islands one key and the same encrypt_store",
                 path,
             )
         return plain

@@ -393,6 +393,6 @@ def test_who_misses_a_round_without_island_0_is_not_asked_for_a_server(tmp_path:
     keeper.leave(finished=False)
     for _ in range(2):
         other.step()
-    with pytest.raises(MissedRoundError, match=r"round 2 is missed, .*: who keeps it has ended, or cannot be reached"):
+    with pytest.raises(MissedRoundError, match=r"round 2 is missed, .*: the process that hosts it has ended"):
         other.session.sync()
     other.die()

@@ -233,7 +233,7 @@ def test_a_value_that_is_not_base64_counts_as_absent(folder: Folder, value: str)
 def test_who_gives_up_on_others_that_do_not_come_blames_nobody(folder: Folder) -> None:
     lane = Lane(folder.store(), "a", 0, 2, LOCALHOST, LONG, should_give_up=lambda waited: waited >= 0.1)
     started = time.monotonic()
-    with pytest.raises(IslandLostError, match="not all have shown where they listen") as caught:
+    with pytest.raises(IslandLostError, match="not all have published their addresses") as caught:
         MeshExchange(lane)
     assert caught.value.islands == ()
     assert time.monotonic() - started < AT_ONCE

@@ -362,10 +362,10 @@ def test_an_end_in_another_mode_is_named_at_once(other: LinkKey | None, told: st
     [
         ("0/1", b"an address of Gloo", "island 1 has another version of hf_diloco (an older version"),
         ("at/1", b'{"version": 3, "way": "by magic", "host": "127.0.0.1", "port": 1}', "protocol 3, where this one"),
-        ("at/1", b"rubbish", "island 1 has another version of hf_diloco (what it shows is no address"),
-        ("at/1", b'{"version": 4, "way": "", "host": "127.0.0.1", "port": 1e999}', "what it shows is no address"),
-        ("at/1", b'{"version": 4, "way": "", "host": "127.0.0.1", "port": 65536}', "what it shows is no address"),
-        ("at/1", b"[" * 100_000, "what it shows is no address"),
+        ("at/1", b"rubbish", "island 1 has another version of hf_diloco (it published an invalid address"),
+        ("at/1", b'{"version": 4, "way": "", "host": "127.0.0.1", "port": 1e999}', "it published an invalid address"),
+        ("at/1", b'{"version": 4, "way": "", "host": "127.0.0.1", "port": 65536}', "it published an invalid address"),
+        ("at/1", b"[" * 100_000, "it published an invalid address"),
     ],
 )
 def test_an_end_of_another_version_is_named_at_once(
@@ -380,7 +380,7 @@ def test_an_end_of_another_version_is_named_at_once(
 
 
 def test_who_does_not_come_is_lost() -> None:
-    with pytest.raises(IslandLostError, match="did not show where to connect") as caught:
+    with pytest.raises(IslandLostError, match="did not publish where to connect") as caught:
         Connections(Lane(ValueStore.in_memory(), "0", 0, 2, LOCALHOST, 0.5, KEY))
     assert caught.value.islands == (1,)
 

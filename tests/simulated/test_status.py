@@ -492,7 +492,7 @@ def test_a_run_of_fixed_membership(tmp_path: Path, free_port: int) -> None:
     run_islands(2, lambda island: islands[island].leave())
     assert observer.look().is_over
     islands.clear()
-    with pytest.raises(StoreError, match="who keeps it has ended, or cannot be reached"):
+    with pytest.raises(StoreError, match="the process that hosts it has ended, or cannot be reached"):
         look_until_it_ends(observer)
 
 

@@ -187,7 +187,7 @@ def test_a_handshake_shows_which_island_is_there() -> None:
     link = [LinkKey(KEY, signer=signer(island)) for island in range(3)]
     shake(link[0], link[1])
     shake(link[1], link[2], Parties((1, 2)))
-    with pytest.raises(UnknownIdentityError, match=r"what bears the name of island 1|island 1 shows the identity"):
+    with pytest.raises(UnknownIdentityError, match=r"data in the name of island 1|island 1 shows the identity"):
         shake(link[0], link[2])  # island 2 answers where island 1 should
     with pytest.raises(UnknownIdentityError, match=f"island 1 shows the identity {PUBLIC[3]}, which is not listed"):
         shake(link[0], LinkKey(KEY, signer=signer(1, 3, {1: [PUBLIC[3]]})))

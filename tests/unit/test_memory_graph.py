@@ -49,7 +49,7 @@ def test_who_leaves_before_is_named_to_all() -> None:
         if number == 2:
             graph.node(number).close()
             return
-        with pytest.raises(IslandLostError, match="did not come to the exchange") as caught:
+        with pytest.raises(IslandLostError, match="did not join the exchange") as caught:
             graph.node(number).average(torch.zeros(1))
         assert 2 in caught.value.islands, "perhaps among others, who had yet to come"
 

@@ -163,7 +163,7 @@ def test_who_keeps_it_takes_it_along(port: Port) -> None:
     del stores[0]
     gc.collect()
     started = time.monotonic()
-    with pytest.raises(StoreError, match=r"\(nobody listens there\): who keeps it has ended"):
+    with pytest.raises(StoreError, match=r"\(nobody listens there\): the process that hosts it has ended"):
         stores[0].find("a")
     assert time.monotonic() - started < AT_ONCE
 
