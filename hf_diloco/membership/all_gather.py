@@ -326,7 +326,7 @@ def states_are_equal(states: Sequence[StateRecord]) -> bool:
             for island, s in enumerate(states)
         )
         raise CheckpointError(
-            f"the islands do not stand at the same round ({standing}): resume all from checkpoints of one round. "
+            f"the islands are not at the same round ({standing}): resume all from checkpoints of one round. "
             "common_checkpoint() of the callback or the loop finds them"
         )
     equal = len({state.digest for state in states}) == 1
@@ -334,7 +334,7 @@ def states_are_equal(states: Sequence[StateRecord]) -> bool:
         digests = ", ".join(f"island {island}: {state.digest[:12]}" for island, state in enumerate(states))
         raise DivergedError(
             f"the islands' checkpoints of round {states[0].round} hold different outer parameters "
-            f"({digests}): they belong to different runs, or a disk lies. common_checkpoint() of the callback or the "
-            "loop finds those that go together"
+            f"({digests}): they belong to different runs, or a disk returned wrong data. common_checkpoint() of the "
+            "callback or the loop finds those that go together"
         )
     return equal

@@ -237,10 +237,10 @@ def find_fault(
                 participant.offer,
             )
         if not participant.offer.startswith(f"{folder}/offers/"):
-            return Fault(f"{wrong}takes an offer to another attempt: {participant.offer}")
+            return Fault(f"{wrong}includes an offer to another attempt: {participant.offer}")
         if (participant.weight, participant.norm) != (offer.weight, offer.norm):
             return Fault(
-                f"{wrong}says weight {participant.weight:g} and norm {participant.norm:g} of island {offer.island}, "
+                f"{wrong}gives weight {participant.weight:g} and norm {participant.norm:g} of island {offer.island}, "
                 f"which has offered weight {offer.weight:g} and norm {offer.norm}"
             )
         if offer.state != plan.state:
@@ -255,7 +255,7 @@ def find_fault(
         )
     islands = [participant.island for participant in plan.participants]
     if len(set(islands)) < len(islands):
-        return Fault(f"{wrong}takes an island more than once: {islands}")
+        return Fault(f"{wrong}includes an island more than once: {islands}")
     if plan.rates != agree_on_rates([offer.rates for offer in offers if offer is not None]):
         return Fault(f"{wrong}has other inner learning rates than its participants")
     return None

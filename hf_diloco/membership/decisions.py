@@ -135,7 +135,7 @@ class Decisions:
             if found and found.mean == mean:
                 self._baseless.add(path)
                 self._known.pop(attempt, None)
-                reason = f"island {found.by} wrote {path}, and most of those who take part hold another average"
+                reason = f"island {found.by} wrote {path}, but most participants hold another average"
                 self._log.refuse(path, error := ForgedError(reason, found.by))
                 self._log.refuse_island(error)
 

@@ -52,8 +52,8 @@ def join_facts(own: Facts, given: Facts) -> dict[str, str | int | float | bool |
     for name in own.keys() & given.keys():
         if own[name] != given[name]:
             raise ConfigError(
-                f"fingerprint[{name!r}] is {given[name]!r}, and here it is {own[name]!r}: that is compared anyway; "
-                "leave it out, or give your fact another name"
+                f"fingerprint[{name!r}] is {given[name]!r}, but this process has {own[name]!r}: hf_diloco already "
+                "compares it; leave it out, or give your fact another name"
             )
     return {**own, **given}
 

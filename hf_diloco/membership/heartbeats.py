@@ -177,7 +177,7 @@ class Members:
         if newest > self.incarnation:
             raise DuplicateIslandError(
                 f"another process ({self._where(newest)}) has taken over as {self._unit} {self.island} while this one "
-                "did not answer: this one ends; nothing of it is lost that was synchronised"
+                "did not answer: this one ends; nothing that was synchronised is lost"
             )
         return newest == self.incarnation
 
@@ -215,7 +215,7 @@ class Members:
             self.heartbeat()
         except StoreError as error:
             if not self._is_cut_off:
-                logger.info("no sign of life could be given: %s", error)
+                logger.info("could not send a heartbeat: %s", error)
             self._is_cut_off = True
             return
         if self._is_cut_off:
@@ -242,7 +242,7 @@ class Members:
             if self.incarnation:  # else no other island knows of this process
                 self.heartbeat()
         except StoreError as error:
-            logger.info("left without a last word: %s", error)
+            logger.info("left without announcing it: %s", error)
 
     @property
     def num_heartbeats(self) -> int:
@@ -347,12 +347,12 @@ class Members:
         if first and first.phase in ("left", "finished"):
             return False
         logger.info(
-            "%s %d was taken before: looking for %g s whether that process lives", self._unit, self.island, self.lease
+            "%s %d ran before: checking for %g s whether that process is alive", self._unit, self.island, self.lease
         )
         deadline = self._clock.now() + self.lease
         wait = WaitNotes(self.island, self._unit, clock=self._clock).begin(self.lease, "start")
         while self._clock.now() < deadline:
-            wait.look(f"a sign of life of the process that had this number before ({self._where(incarnation)})")
+            wait.look(f"a heartbeat of the process that had this number before ({self._where(incarnation)})")
             self._clock.sleep(_LOOK_SECONDS)
             heartbeat = self.log.read_or_refuse(path, HeartbeatRecord)
             if heartbeat and heartbeat.phase in ("left", "finished"):

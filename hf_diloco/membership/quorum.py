@@ -107,7 +107,7 @@ class Quorum:
             reason = outcome.reason
             attempt = replace(attempt, unusable=(*attempt.unusable, _author_in(outcome.unusable)))
         raise StoreError(
-            f"all {MAX_ATTEMPTS} attempts of round {round_number} came to nothing, the last one because: {reason}. "
+            f"all {MAX_ATTEMPTS} attempts of round {round_number} failed, the last one because: {reason}. "
             "Look at the islands named there, and at the store (`hf-diloco store check`); then stop all islands, and "
             "start them with an empty prefix: they go on from their checkpoints in a new run"
         )
@@ -212,7 +212,7 @@ class Quorum:
                         return replace(attempt, plan=plan)
                     continue
             elif len(offers.keys() | alive.keys()) < self.rules.min_islands:
-                raise self._no_quorum(attempt, offers, "the others give no sign of life")
+                raise self._no_quorum(attempt, offers, "the others send no heartbeats")
             elif self.clock.now() - started >= self.rules.patience:
                 within = f"within {self.rules.patience:g} s (sync_timeout)"
                 raise self._no_quorum(attempt, offers, f"no more came {within}")
@@ -310,8 +310,8 @@ class Quorum:
                 return True
         except PayloadError:  # a record of one of them is corrupt
             return False
-        reason = f"no island that took round {attempt.round} holds its average any more"
-        logger.warning("round %d is taken again: %s", attempt.round, reason)
+        reason = f"no island that took part in round {attempt.round} still holds its average"
+        logger.warning("retrying round %d: %s", attempt.round, reason)
         for one in (*reversed(later), attempt):
             if (one.outcome or self.abort(one, "", reason)).kind == "commit":
                 self._decisions.revoke(one.path, reason)
@@ -339,7 +339,7 @@ class Quorum:
         takes_part = len(others) < len(attempt.offers)
         reason = "its participants are gone"
         if takes_part:
-            reason = f"island {self.members.island} no longer holds what it has offered"
+            reason = f"island {self.members.island} no longer holds its offer"
         while (outcome := self._decisions.outcome(attempt.path)) is None:
             alive = self.members.alive()
             if not takes_part and any(self._candidates.waits(offer, alive) for offer in others):

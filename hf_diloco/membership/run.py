@@ -196,7 +196,7 @@ def _check(run: RunRecord, fingerprint: Facts, island: int, url: str) -> None:
 def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
     what = str(error).removesuffix(f": {ORIGIN}")
     return RendezvousError(
-        f"the run at {store.url} was begun with another key, or is none of this package ({what}): give the run's key "
+        f"the run at {store.url} was begun with another key, or is not of hf_diloco ({what}): give the run's key "
         "to all islands (HF_DILOCO_KEY or key_file) and to commands that look at it (--key-file); if run.json is "
         "damaged, bring it back from a copy; or choose another rendezvous"
     )
@@ -216,10 +216,10 @@ def check_welcome(members: Members, clock: Clock) -> None:
         while not _lists(members, island, own):
             if island in members.heard:
                 raise RendezvousError(
-                    f"island {island} does not believe island {number}: this one's identity {own} is not listed there "
-                    f"(identities.{number}), or only until a round, as it was replaced, or this island taken out. "
-                    "Give this one the identity_file whose key is listed; or list its key on all islands, and start "
-                    f"island {island} again"
+                    f"island {island} rejects island {number}, whose identity {own} is not listed there "
+                    f"(identities.{number}), or only until a round, as it was replaced, or this island removed. "
+                    "Give this island the identity_file whose key is listed; or list its key on all islands, and "
+                    f"start island {island} again"
                 )
             clock.sleep(_LOOK_SECONDS)  # the record may be of a process killed long ago
             if island not in members.alive():

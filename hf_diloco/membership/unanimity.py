@@ -117,8 +117,8 @@ class Unanimity:
         if gone:
             return f"{name_all(gone)} lost before round {round_number}: the connection broke"
         return (
-            f"{name_all(missing)} did not reach round {round_number} within sync_timeout ({self.patience:g} s): raise"
-            " that, or give it fewer inner steps' worth of work, if it is only slow"
+            f"{name_all(missing)} did not reach round {round_number} within sync_timeout ({self.patience:g} s): if it "
+            "is only slow, raise that, or give it less work between rounds"
         )
 
     def _plan(self, attempt: Attempt, offers: Mapping[int, OfferRecord]) -> PlanRecord:

@@ -217,15 +217,15 @@ class Doubts:
         self._num_splits += 1
         if before != digest:
             return (
-                f"this island comes to one average of the same pseudo-gradients and then to another ({before[:12]}, "
-                f"{digest[:12]}), and other islands to a third"
+                f"this island computed two different averages of the same pseudo-gradients ({before[:12]}, "
+                f"{digest[:12]}), and other islands a third"
             )
         if self._num_splits >= MAX_SPLITS:
             return (
-                f"in {self._num_splits} attempts islands came to different averages (this one to {digest[:12]}), and "
+                f"in {self._num_splits} attempts islands computed different averages (this one {digest[:12]}), and "
                 "no majority agrees"
             )
-        logger.log(self._level, "round %d is tried again: the islands hold different averages", planned.round)
+        logger.log(self._level, "retrying round %d: the islands hold different averages", planned.round)
         return ""
 
     def _compare(self, planned: Attempt, digest: str, agreed: str) -> str:
@@ -235,11 +235,11 @@ class Doubts:
             return ""
         self._num_outvoted += 1
         if self._num_outvoted >= _MAX_OUTVOTED:
-            return f"this island comes again to another average ({digest[:12]}) than the others ({agreed[:12]})"
+            return f"this island again computed another average ({digest[:12]}) than the others ({agreed[:12]})"
         self._is_outvoted = True
         logger.log(
             self._level,
-            "round %d is read again: this island comes to another average (%s) than the others (%s)",
+            "reading round %d again: this island computed another average (%s) than the others (%s)",
             planned.round,
             digest[:12],
             agreed[:12],

@@ -215,7 +215,7 @@ class Archive:
         """
         self._take_over_later(error)
         if self.island.is_leader:
-            logger.warning("round %d is passed over: %s", number, error)
+            logger.warning("round %d is skipped: %s", number, error)
         if may_be_used:
             self.outer.drop_progress(self.outer.fragment_of(number))
         if is_resuming:
@@ -259,7 +259,7 @@ class Archive:
                     if not self.snapshots.shun(folder):
                         raise
                     if self.island.is_leader:
-                        logger.warning("the snapshot %s is passed over: %s", folder, error)
+                        logger.warning("the snapshot %s is skipped: %s", folder, error)
                 tried = folder
         return False
 
@@ -273,7 +273,7 @@ class Archive:
         if states is None:
             return
         if self.island.is_leader:
-            logger.info("taking over the outer parameters of round %d from the store", snapshot.round)
+            logger.info("loading the outer parameters of round %d from the store", snapshot.round)
         self.snapshots.wait()
         self.outer.jump(states, snapshot.round)
         if self.outer.outer_hash != snapshot.state:

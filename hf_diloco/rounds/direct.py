@@ -199,7 +199,7 @@ class DirectEngine(Engine):
             ranges = [Range(record.start, record.length) for record in records]
             check_ranges(ranges, self.size)
         except (ValidationError, PayloadError) as error:
-            raise IslandLostError(f"island {offer.island} announces what cannot be: {error}", [offer.island]) from None
+            raise IslandLostError(f"the offer of island {offer.island} is invalid: {error}", [offer.island]) from None
         return ranges
 
     def _absent(self, planned: Attempt) -> list[int]:

@@ -161,7 +161,7 @@ class ElasticRounds(Rounds):
             planned = self.agree(own)
             is_late = self._is_direct and planned.is_committed
             if is_late or not self._offers.is_taken(planned):
-                raise RoundPassed(f"round {own.number} takes place without what this island has for it")
+                raise RoundPassed(f"round {own.number} takes place without the offer of this island")
             try:
                 report = self.attempt(planned, own, mean)
             except PayloadError as error:  # it was decided so long ago that its values are gone
@@ -359,4 +359,4 @@ class ElasticRounds(Rounds):
         """Raises `IslandLostError`, so that training continues, if the last attempt for now was aborted."""
         num_attempts = planned.number + 1
         if outcome.kind == "abort" and not outcome.is_split and num_attempts >= MAX_IN_A_ROW:
-            raise IslandLostError(f"{num_attempts} attempts came to nothing, the last one because: {outcome.reason}")
+            raise IslandLostError(f"{num_attempts} attempts failed, the last one because: {outcome.reason}")

@@ -270,7 +270,7 @@ class FixedSession(BaseSession):
                 if finished and not all(other.get("finished") for other in others):
                     logger.warning(_ENDED_BEFORE, self.config.island, self.outer.round)
             except DiLoCoError as error:
-                logger.info("left without the others' goodbye: %s", error)
+                logger.info("left without confirmation from the others: %s", error)
 
         self.has_left, self.has_finished = True, finished
         self._is_closing = not finished

@@ -57,7 +57,7 @@ class FixedRounds(Rounds):
                 exchange.close()
             raise
         if report is None:
-            raise RoundRepeated(f"round {own.number} is taken again")
+            raise RoundRepeated(f"retrying round {own.number}")
         self._expect(own.number + 1)
         return report
 
@@ -143,8 +143,8 @@ class FixedRounds(Rounds):
             return True
         if planned.number + 1 >= MAX_TRIES:
             raise DivergedError(
-                f"round {planned.round} was aborted again and again: {outcome.reason}. Each writes a checkpoint of "
-                "its state before the round; start all islands again",
+                f"round {planned.round} was aborted again and again: {outcome.reason}. Each island writes a "
+                "checkpoint of its state before the round; start all islands again",
                 is_state_sound=True,
             )
         self.say_again(planned.round, outcome.reason)

@@ -184,10 +184,10 @@ class Joining:
             return
         if not came_to_it:
             raise CheckpointError(
-                f"the checkpoint holds another round {number} than the run at {self.config.rendezvous}, or a later "
-                "one than that has come to: either of them was put back from a copy. Move this island's checkpoints "
-                f"from round {number} on away, and it goes on from the others' state; or stop all islands, and start "
-                "them with an empty rendezvous: they go on from their checkpoints in a new run"
+                f"the checkpoint's round {number} differs from that of the run at {self.config.rendezvous}, or the "
+                "run has not reached it: one of the two was restored from a copy. Move this island's checkpoints from "
+                f"round {number} on away, and it goes on from the others' state; or stop all islands, and start them "
+                "with an empty rendezvous: they go on from their checkpoints in a new run"
             )
 
     def _run_came_to(self, number: int, state: str) -> bool:
@@ -346,7 +346,7 @@ def await_islands(
         alive = members.alive()
         gone = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "left"} & members.heard
         for island in gone - told:  # such as a refused island, whose own log has the reason
-            logger.warning("island %d came, and has left again: its own log says why", island)
+            logger.warning("island %d joined and left again: its own log says why", island)
         told = gone
         ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
         check_welcome(members, clock)

@@ -178,7 +178,7 @@ def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_s
         if time.monotonic() >= deadline:
             raise RendezvousError(
                 f"island 0 has not begun another training at {place.rendezvous} within {place.join_timeout:g} s "
-                "(join_timeout): have all islands train as many times"
+                "(join_timeout): make all islands train the same number of times"
             )
         wait.look([0])
         time.sleep(_LOOK_SECONDS)

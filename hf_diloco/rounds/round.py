@@ -295,7 +295,7 @@ class Rounds(ABC):
     def say_again(self, number: int, reason: object) -> None:
         """Logs that a round is attempted again."""
         if self.island.is_leader:
-            logger.warning("round %d is tried again: %s", number, reason)
+            logger.warning("retrying round %d: %s", number, reason)
 
     @abstractmethod
     def progress(self, planned: Attempt, own: Contribution) -> AbstractContextManager[None]:

@@ -283,5 +283,5 @@ class Snapshots:
         try:
             return assemble(folder, [self._log.read_or_refuse(path, SnapshotRecord) for path in paths])
         except PayloadError as error:
-            logger.warning("passed over: %s", error)
+            logger.warning("a snapshot is skipped: %s", error)
             return None

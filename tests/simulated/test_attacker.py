@@ -170,7 +170,7 @@ def test_what_belongs_to_another_fragment_or_attempt_is_refused_and_the_round_is
         assert torch.equal(member.weights, expected), "the equations without anybody on the way"
     assert attackers[0].num_changed == 2
     for island in range(2):
-        assert f"round 4 is tried again: what island {island} sent came damaged (it was altered on its" in caplog.text
+        assert f"retrying round 4: what island {island} sent came damaged (it was altered on its" in caplog.text
 
 
 def to_one_end(attacker: Attacker, way: Way, number: int) -> list[bytes] | None:

@@ -477,7 +477,7 @@ def test_who_comes_to_two_averages_of_the_same_values_ends(tmp_path: Path) -> No
         average_wrongly(member, lambda count, number=member.number: count == number)  # type: ignore[misc]
     for outcome in try_islands(2, lambda which: islands[which].train(2)):
         assert isinstance(outcome, DivergedError)
-        assert "comes to one average of the same pseudo-gradients and then to another" in str(outcome)
+        assert "computed two different averages of the same pseudo-gradients" in str(outcome)
 
 
 @only("bucket")
@@ -911,7 +911,7 @@ def test_who_shows_an_address_in_anothers_name_costs_an_attempt(
     run_islands(2, lambda which: islands[which].train(2))
     outcome = log.read("rounds/00000001/00/outcome.json", OutcomeRecord)
     assert outcome is not None
-    assert "what it shows is no address: b'{}'" in outcome.reason
+    assert "it published an invalid address: b'{}'" in outcome.reason
     assert [member.reports[-1].participants for member in islands] == [[0, 1], [0, 1]]
     assert islands[0].hash == islands[1].hash
 
@@ -1078,7 +1078,7 @@ def test_rounds_that_nobody_holds_any_more_are_taken_again(tmp_path: Path, round
     assert late.hash == again[0].hash, "it finds the rounds that count"
     seen = {found.round: found for found in Observer(ObjectStore(meeting.url), b"").look().rounds}
     assert (seen[2].state, seen[2].attempts) == ("committed", 2)
-    assert "no island that took round 2 holds its average" in seen[2].aborted[0]
+    assert "no island that took part in round 2 still holds its average" in seen[2].aborted[0]
     found = {finding.path for finding in check_store(ObjectStore(meeting.url), b"").findings}
     assert not any("revoked" in path or "missing" in path for path in found)
 
@@ -1269,7 +1269,7 @@ def test_an_island_leaves_while_the_store_is_away(
     member = meeting.island(0).train(3)
     store.is_down = True
     member.leave(finished=False)
-    assert "left without a last word: the store is down" in caplog.messages
+    assert "left without announcing it: the store is down" in caplog.messages
     is_offered = "left without offering the last 1 steps: the store is down" in caplog.messages
     assert is_offered == (engine == "bucket"), "where islands exchange directly, it would have to stay for that"
 

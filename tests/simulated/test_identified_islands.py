@@ -101,7 +101,7 @@ def test_an_island_that_was_taken_out_is_refused_by_name_and_the_others_train(
         return ""
 
     *_, said = run_islands(3, run)
-    assert "does not believe island 2: this one's identity ed25519:" in said
+    assert "rejects island 2, whose identity ed25519:" in said
     assert "is not listed there (identities.2)" in said
 
 
@@ -155,7 +155,7 @@ def test_what_an_island_did_before_it_was_taken_out_stays(
     assert (member.session.outer.round, member.hash) == (2, lost.hash)
     member.train(2)
     assert len(member.reports) == 1
-    with pytest.raises(RendezvousError, match=r"island 0 does not believe island 2: .* or only until a round"):
+    with pytest.raises(RendezvousError, match=r"island 0 rejects island 2, .* or only until a round"):
         meeting.island(2)
     new = make_identity(tmp_path / "replaced.pem")
     replaced = {**retired, 2: [*retired[2], text_of(new)]}
@@ -186,11 +186,11 @@ def test_who_does_not_prove_who_it_is_costs_attempts_and_no_island(
     assert here.hash == there.hash
     assert (here.missed, there.missed) == (1, 1)
     assert [report.participants for report in here.reports] == [[0, 2]] * 2
-    assert "round 1 is tried again: islands [2] were refused in round 1 (who answered for island 2 does" in caplog.text
+    assert "retrying round 1: islands [2] were refused in round 1 (the process that answered for" in caplog.text
     assert "peer" not in caplog.text
-    assert "who answered for island 2" in here.session.take_refused()[2]
+    assert "the process that answered for island 2" in here.session.take_refused()[2]
     status = Observer(ObjectStore(meeting.url, read_only=True), secrets["key_file"].read_bytes().strip()).look()
-    assert "who answered for island 2 does not hold the run's key" in status.islands[0].refuses["2"]
+    assert "the process that answered for island 2 does not hold the run's key" in status.islands[0].refuses["2"]
 
 
 def test_a_link_that_is_attacked_for_good_costs_one_of_its_ends_the_rounds(

@@ -205,7 +205,7 @@ def test_a_parameter_that_is_replaced_amid_training_ends_it(tmp_path: Path) -> N
 def test_a_fact_that_is_compared_anyway_cannot_be_given_otherwise(tmp_path: Path) -> None:
     make_trainer(tmp_path, DiLoCoCallback(sync_every=2, fingerprint={"max_steps": 4})).train()
     with pytest.raises(
-        ConfigError, match=r"fingerprint\['max_steps'\] is 5, and here it is 4: that is compared anyway"
+        ConfigError, match=r"fingerprint\['max_steps'\] is 5, but this process has 4: hf_diloco already compares it"
     ):
         make_trainer(tmp_path, DiLoCoCallback(sync_every=2, fingerprint={"max_steps": 5})).train()
 

@@ -80,7 +80,7 @@ def test_a_checkpoint_that_is_newer_than_the_store_is_refused(tmp_path: Path) ->
     for island in (0, 1):
         lives.end(island)
     put_back(meeting, contents)
-    with pytest.raises(CheckpointError, match=r"another round 4 than the run at memory://.* put back from a copy"):
+    with pytest.raises(CheckpointError, match=r"another round 4 than the run at memory://.* restored from a copy"):
         meeting.island(1, checkpoint=checkpoint)
 
 

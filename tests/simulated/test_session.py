@@ -916,7 +916,7 @@ def join_from(run: Run, checkpoints: Sequence[Path | None], width: int = 8) -> l
 def test_islands_at_different_rounds_are_refused(tmp_path: Path) -> None:
     first, second = checkpoints_of_rounds(Run(tmp_path, 2, sync_every=1), [[1, 2], [1, 2]])
     outcomes = join_from(Run(tmp_path, 2, sync_every=1), [first / "checkpoint-1", second / "checkpoint-2"])
-    text = r"do not stand at the same round \(island 0: round 1 of a checkpoint, island 1: round 2 of a checkpoint\)"
+    text = r"are not at the same round \(island 0: round 1 of a checkpoint, island 1: round 2 of a checkpoint\)"
     for outcome in outcomes:
         with pytest.raises(CheckpointError, match=text):
             raise_it(outcome)

@@ -32,7 +32,7 @@ def test_who_is_outvoted_reads_again_and_ends_if_it_is_outvoted_again(doubts: Do
     assert doubts.judge(planned(1), "aa", commit("bb")) == ""
     assert doubts.has(1)
     assert doubts.judge(planned(1), "aa", commit("bb")) == (
-        "this island comes again to another average (aa) than the others (bb)"
+        "this island again computed another average (aa) than the others (bb)"
     )
 
 
@@ -41,7 +41,7 @@ def test_who_is_wrong_in_two_rounds_one_after_the_other_ends(doubts: Doubts) -> 
     for mean in ("bb", "aa"):
         assert doubts.judge(planned(1), "aa", commit(mean)) == ""
     assert not doubts.has(2)
-    assert doubts.judge(planned(2), "aa", commit("bb")).startswith("this island comes again to another average")
+    assert doubts.judge(planned(2), "aa", commit("bb")).startswith("this island again computed another average")
 
 
 def test_a_round_that_goes_well_at_once_clears_an_island(doubts: Doubts) -> None:
@@ -54,7 +54,7 @@ def test_islands_that_disagree_again_and_again_end(doubts: Doubts) -> None:
     for _ in range(MAX_SPLITS - 1):
         assert doubts.judge(planned(1), "aa", SPLIT) == ""
         assert doubts.has(1)
-    assert doubts.judge(planned(1), "aa", SPLIT).startswith("in 3 attempts islands came to different averages")
+    assert doubts.judge(planned(1), "aa", SPLIT).startswith("in 3 attempts islands computed different averages")
     assert doubts.judge(planned(2), "aa", SPLIT) == "", "in another round they begin anew"
 
 
@@ -63,7 +63,7 @@ def test_who_comes_to_two_averages_of_the_same_pseudo_gradients_ends(doubts: Dou
     assert doubts.judge(planned(1, serial=1), "bb", SPLIT) == "", "these are others"
     doubts = Doubts(is_leader=False)
     assert doubts.judge(planned(1), "aa", SPLIT) == ""
-    assert doubts.judge(planned(1), "bb", SPLIT).startswith("this island comes to one average of the same pseudo-grad")
+    assert doubts.judge(planned(1), "bb", SPLIT).startswith("this island computed two different averages of the same ")
 
 
 def test_an_attempt_that_came_to_nothing_for_another_reason_says_nothing(doubts: Doubts) -> None:

@@ -131,7 +131,7 @@ def test_who_hangs_until_its_number_is_taken_ends_at_its_next_round(log: RunLog,
     hangs = process()
     assert process().incarnation == 2, "it gave no sign of life"
     quorum = Quorum(hangs, Rules(), clock=StillClock())
-    with pytest.raises(DuplicateIslandError, match=r"has taken over as island 0 .*nothing of it is lost"):
+    with pytest.raises(DuplicateIslandError, match=r"has taken over as island 0 .*that was synchronised is lost"):
         quorum.convene(quorum.current(1), offer_of(0))
 
 
@@ -414,7 +414,7 @@ def test_a_plan_of_offers_to_another_attempt_is_not_carried_out(log: RunLog, pro
     outcome = log.read(f"{second.path}/outcome.json", OutcomeRecord)
     assert outcome is not None
     assert (outcome.kind, outcome.unusable) == ("abort", "")
-    assert outcome.reason.startswith(f"the plan that island 0 wrote ({second.path}) takes an offer to another attempt")
+    assert outcome.reason.startswith(f"the plan that island 0 wrote ({second.path}) includes an offer to another")
     assert log.take_refused().keys() == {0}
 
 

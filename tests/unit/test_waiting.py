@@ -146,7 +146,7 @@ def test_islands_that_gather_in_a_store_say_who_is_missing(
     with pytest.raises(RendezvousError):
         await_islands(config, members, lambda: False, clock)
     assert caplog.messages == [
-        "island 1 came, and has left again: its own log says why",
+        "island 1 joined and left again: its own log says why",
         f"island 0: waiting for island 1 at {url} (3 s of 5 s)",
     ]
 
@@ -171,5 +171,5 @@ def test_who_finds_its_number_taken_says_what_it_waits_for(
     log.create("incarnations/0/000001.json", IncarnationRecord(host="far", machine="other", pid=7, folder=""))
     Members(log, 0, lease=10, clock=clock).enter()
     (line,) = [message for message in caplog.messages if "waiting for" in message]
-    assert line.startswith("island 0: start: waiting for a sign of life of the process that had this number before")
+    assert line.startswith("island 0: start: waiting for a heartbeat of the process that had this number before")
     assert line.endswith("(process 7 on far) (3 s of 10 s)")
