@@ -132,7 +132,7 @@ def test_an_island_whose_identity_is_not_listed_is_told_and_the_others_finish(
     assert said.startswith(f"error: island {stranger} failed (exit code 1): island ")
     assert public[2] in said
     assert f"(identities.{stranger})" in said
-    assert ("taken out" if is_revoked else "on all islands") in said
+    assert ("it was replaced" if is_revoked else "on all islands") in said
     assert "Traceback" not in refused
     hashes = [events(folder, "sync")[-1]["outer_hash"] for folder in run.folders]
     assert hashes[0] == hashes[1], output

@@ -77,7 +77,7 @@ def test_snapshots_that_are_not_whole_are_passed_over(tmp_path: Path, caplog: py
     put(7, 0, "ab", num_ranks=1)
     assert meeting.island(1, seed=5).hash == first.hash
     assert "the parts of the snapshot snapshots/00000008/00000-000001 do not belong together" in caplog.text
-    assert "the snapshot snapshots/00000007/00000-000001 is passed over: the snapshot" in caplog.text
+    assert "the snapshot snapshots/00000007/00000-000001 is skipped: the snapshot" in caplog.text
 
 
 def test_a_snapshot_of_other_outer_parameters_than_it_says_ends_who_reads_it(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_training_that_another_callback_ends_is_told(tmp_path: Path, caplog: p
 def test_a_fact_given_does_not_take_the_place_of_a_real_one(fact: str, tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none")
     trainer = make_trainer(Linear(), args, GossipCallback(method="dsgd", num_nodes=1, fingerprint={fact: 99}))
-    with pytest.raises(ConfigError, match=rf"fingerprint\['{fact}'\] is 99, and here it is"):
+    with pytest.raises(ConfigError, match=rf"fingerprint\['{fact}'\] is 99, but this process has"):
         trainer.train()
 
 

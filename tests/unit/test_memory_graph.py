@@ -59,6 +59,6 @@ def test_who_leaves_before_is_named_to_all() -> None:
 def test_who_has_left_waits_for_nobody() -> None:
     end, begun = MemoryGraph(make_topology("ring", NUM_NODES), timeout=LONG).node(0), time.monotonic()
     end.close()
-    with pytest.raises(IslandLostError, match="nodes 1-3 did not come"):
+    with pytest.raises(IslandLostError, match="nodes 1-3 did not join"):
         end.average(torch.zeros(1))
     assert time.monotonic() - begun < LONG / 2
