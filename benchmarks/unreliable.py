@@ -234,7 +234,7 @@ def run_island(argv: list[str]) -> None:
         number = next(numbers)
         if session.config.island not in who_misses(plan, number) or number == session.num_rounds:
             return sync(session)
-        pass_over(session, number)
+        skip_to_snapshot(session, number)
         raise MissedRoundError("missed on purpose")
 
     ElasticSession.join = join_late  # type: ignore[method-assign,assignment]
@@ -263,12 +263,12 @@ def wait_for(session: Any, path: str, seconds: float = 3600.0) -> None:
         time.sleep(0.05)
 
 
-def pass_over(session: Any, number: int) -> None:
+def skip_to_snapshot(session: Any, number: int) -> None:
     """Lets a round take place without this island: nobody waits for one that has left."""
     outer, members = session.outer, session.members
-    members.stand("left")
+    members.set_phase("left")
     wait_for(session, f"rounds/{number:08d}/00/plan.json")
-    members.stand("training")
+    members.set_phase("training")
     outer.current.due_at = outer.steps + session.config.sync_every
 
 

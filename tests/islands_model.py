@@ -247,7 +247,7 @@ class Life:
                 break
             except DuplicateIslandError:
                 self._turn.sleep(LEASE)  # the predecessor's last heartbeat was seen late
-        self._stand("training")
+        self._set_phase("training")
         try:
             while self.round < self._world.target:
                 self._try_round()
@@ -265,7 +265,7 @@ class Life:
         self._members.heartbeat()
         self._heartbeat_at = self._world.now
 
-    def _stand(self, phase: str) -> None:
+    def _set_phase(self, phase: str) -> None:
         self._members.standing.phase = phase  # type: ignore[assignment]
         self._members.standing.round = self.round
         if phase == "syncing" and self.round % 2:  # the sign of life may come behind the offer
@@ -274,7 +274,7 @@ class Life:
             self._heartbeat()
 
     def _try_round(self) -> None:
-        self._stand("syncing")
+        self._set_phase("syncing")
         has_looked, self._is_connected = not self._is_connected, False
         try:
             attempt = self._quorum.current(self.round + 1) if has_looked else Attempt(self.round + 1, 0)
@@ -354,7 +354,7 @@ class Life:
         assert known == plan
         if self.round % 2 == 0:
             self._disk.round, self._disk.state = self.round, self.state
-        self._stand("training")
+        self._set_phase("training")
 
     def _exchange(self, attempt: Attempt, offers: Sequence[OfferRecord]) -> int | None:
         """Meets the other participants; returns the place of one that does not come."""
@@ -377,7 +377,7 @@ class Stranger(Life):
         self._members.enter()
         self.state = "ff"
         while self.round < self._world.target:
-            self._stand("training")
+            self._set_phase("training")
             attempt = self._quorum.current(self.round + 1)
             if attempt.plan is None:
                 self._quorum.offer(attempt, self._offer())

@@ -247,7 +247,7 @@ class Neighbours(ABC):
         if self.coding is not None:
             self.coding.rekey()
 
-    def take_news(self) -> list[str]:
+    def take_events(self) -> list[str]:
         """Returns what happened to neighbours since the last call, one line for each event."""
         return []
 

@@ -19,7 +19,7 @@ from hf_diloco.gossip.records import Record
 from hf_diloco.gossip.threads import Ahead, Turns
 from hf_diloco.inner.device_copies import copy_all, page_lock
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.heartbeats import Members, Standing
+from hf_diloco.membership.heartbeats import Members, MemberStatus
 from hf_diloco.membership.member_records import Phase
 from hf_diloco.methods.topology import Topology
 from hf_diloco.transport.base import Traffic
@@ -133,13 +133,13 @@ class NodeNeighbours(Neighbours):
         self.total = Traffic()
         self.is_returning = island.on_leader(lambda: inner is not None and inner.is_returning)
         self._members = members
-        self.standing = members.standing if members else Standing()
+        self.standing = members.standing if members else MemberStatus()
         self.standing.num_ranks = island.size
 
-    def stand(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """Sets the phase that this node's heartbeats report from now on."""
         if self._members:
-            self._members.stand(phase)
+            self._members.set_phase(phase)
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:
         inner = self._inner
@@ -233,9 +233,9 @@ class NodeNeighbours(Neighbours):
         if self._inner is not None:
             self._inner.rekey()
 
-    def take_news(self) -> list[str]:
+    def take_events(self) -> list[str]:
         """Returns what happened to neighbours since the last call, one line for each event; on the leader."""
-        return self._inner.take_news() if self._inner is not None else []
+        return self._inner.take_events() if self._inner is not None else []
 
     def close(self) -> None:
         if self._leaders is not None:

@@ -24,7 +24,7 @@ from hf_diloco.membership.round_records import (
     author_of,
     make_plan,
     offer_path,
-    why_useless,
+    why_unusable,
 )
 from hf_diloco.store.long_poll import Awaited
 
@@ -99,7 +99,7 @@ class UsualNorms:
                 outlier.
         """
         if offer.norm is None or not offer.weight:
-            return why_useless(offer)
+            return why_unusable(offer)
         norms = self._norms[round_number % len(self._norms)]
         if self._factor and len(norms) >= _MIN_HISTORY_ROUNDS:
             usual = max(statistics.median(norms), smallest)

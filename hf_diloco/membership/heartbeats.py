@@ -42,7 +42,7 @@ _INCARNATION_NAME = re.compile(r"(\d{6}|[1-9]\d{6,8})\.json")
 
 
 @dataclass
-class Standing:
+class MemberStatus:
     """This island's progress: the contents of its next heartbeat."""
 
     phase: Phase = "joining"
@@ -80,7 +80,7 @@ class Members:
     ) -> None:
         self.island = island
         self.incarnation = 0
-        self.standing = Standing()
+        self.standing = MemberStatus()
         self.refresh: Callable[[], None] = lambda: None
         self._unit = unit
         self.log = log
@@ -222,7 +222,7 @@ class Members:
             self._reached_at = self._clock.now()
             self._is_cut_off = False
 
-    def stand(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """Sets the phase in heartbeats, and sends one at once, because other islands may wait for it."""
         self.standing.phase = phase
         self._nudged.set()

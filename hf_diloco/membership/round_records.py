@@ -215,7 +215,7 @@ def payload_bytes(offers: Iterable[OfferRecord]) -> int | None:
     return sum(size for size in sizes.values() if isinstance(size, int) and 0 <= size <= _MAX_OBJECT_BYTES)
 
 
-def why_useless(offer: OfferRecord) -> str:
+def why_unusable(offer: OfferRecord) -> str:
     """Returns why an offer can never count; "" if it may."""
     if offer.norm is None:
         return "not finite"
@@ -233,14 +233,14 @@ def make_plan(
     Args:
         attempt: of the offers.
         by: the island that makes the plan.
-        reasons: why the offer of each island does not count, "" if it counts; default: see `why_useless`.
+        reasons: why the offer of each island does not count, "" if it counts; default: see `why_unusable`.
 
     Raises:
         ExchangeError: no offer counts.
     """
     participants, rates, left_out = [], [], {}
     for island, offer in sorted(offers.items()):
-        if reason := why_useless(offer) if reasons is None else reasons[island]:
+        if reason := why_unusable(offer) if reasons is None else reasons[island]:
             left_out[str(island)] = reason
         else:
             assert offer.norm is not None

@@ -43,7 +43,7 @@ class Background:
         self.last_end = time.monotonic()
         self.is_installing = False
         self._carry_out = carry_out
-        self._pool = ThreadPoolExecutor(1, "hf-diloco-round", initializer=_take_one_core)
+        self._pool = ThreadPoolExecutor(1, "hf-diloco-round", initializer=_pin_to_one_core)
         self._under_way: deque[tuple[Contribution, Future[SyncReport]]] = deque()
         self._has_failed = False
 
@@ -141,6 +141,6 @@ class Background:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _take_one_core() -> None:
+def _pin_to_one_core() -> None:
     """Limits this thread to one core: small operations on cores busy with training slow both down 40-fold or more."""
     torch.set_num_threads(1)

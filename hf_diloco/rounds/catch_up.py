@@ -129,7 +129,7 @@ class Archive:
             return not is_known and not all(map(self._has_average, range(max(1, number - 1), number + 1)))
 
         if number and self.is_direct and self.island.on_leader(is_missing):
-            self._tell_and_write(number)
+            self._log_and_write(number)
 
     def _has_average(self, number: int) -> bool:
         assert self.quorum is not None
@@ -142,9 +142,9 @@ class Archive:
     def rescue_average(self) -> None:
         """Writes a snapshot if the average of one of the last two rounds is not in the store."""
         if self.last is not None and self.island.on_leader(self._is_average_missing):
-            self._tell_and_write(self.outer.round)
+            self._log_and_write(self.outer.round)
 
-    def _tell_and_write(self, number: int) -> None:
+    def _log_and_write(self, number: int) -> None:
         logger.info("an average up to round %d is not in the store: writing a snapshot", number)
         self.snapshots.wait()
         self.write_snapshot()
@@ -187,7 +187,7 @@ class Archive:
             self.clock.sleep(LOOK_SECONDS)
         return True
 
-    def pass_over(self, planned: Attempt, error: PayloadError, part: Part, is_resuming: bool) -> None:
+    def skip_to_snapshot(self, planned: Attempt, error: PayloadError, part: Part, is_resuming: bool) -> None:
         """Loads a later snapshot, and drops this island's progress that the skipped rounds have used.
 
         Args:
@@ -198,22 +198,22 @@ class Archive:
         Raises:
             IslandLostError: there is no later snapshot yet.
         """
-        self._take_over_later(error)
-        self._give_up(planned, Part.WHOLE if is_resuming else part)
+        self._load_later_snapshot(error)
+        self._discard_consumed(planned, Part.WHOLE if is_resuming else part)
         if is_resuming:
             self._drop_after(planned.round)
 
     def skip(self, number: int, error: PayloadError, is_resuming: bool, may_be_used: bool) -> None:
-        """Does `pass_over` for a committed round `number` with a corrupt record, whose participants are unknown.
+        """Does `skip_to_snapshot` for a committed round with a corrupt record, whose participants are unknown.
 
         Args:
-            is_resuming: see `pass_over`.
+            is_resuming: see `skip_to_snapshot`.
             may_be_used: this island had offered for the round, and its progress must not count twice.
 
         Raises:
             IslandLostError: there is no later snapshot yet.
         """
-        self._take_over_later(error)
+        self._load_later_snapshot(error)
         if self.island.is_leader:
             logger.warning("round %d is skipped: %s", number, error)
         if may_be_used:
@@ -221,9 +221,9 @@ class Archive:
         if is_resuming:
             self._drop_after(number)
 
-    def _take_over_later(self, error: PayloadError) -> None:
+    def _load_later_snapshot(self, error: PayloadError) -> None:
         """Loads a later snapshot; raises `IslandLostError` if there is none yet."""
-        if not self.take_over(lambda: getattr(self.snapshots.newest(self.outer.round), "folder", None)):
+        if not self.load_snapshot(lambda: getattr(self.snapshots.newest(self.outer.round), "folder", None)):
             raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
 
     def _drop_after(self, number: int) -> None:
@@ -232,7 +232,7 @@ class Archive:
         for later in range(number + 1, last + 1):
             self.outer.drop_progress(self.outer.fragment_of(later))
 
-    def _give_up(self, planned: Attempt, part: Part) -> None:
+    def _discard_consumed(self, planned: Attempt, part: Part) -> None:
         """Subtracts progress that a committed round consumed and the store no longer holds."""
         offer = planned.offer_by(self.config.island)
         fragment = self.outer.fragment_of(planned.round)
@@ -243,7 +243,7 @@ class Archive:
         elif part is Part.SOME and offer is not None:
             self.outer.shrink(fragment, offer.steps)
 
-    def take_over(self, find: Callable[[], str | None]) -> bool:
+    def load_snapshot(self, find: Callable[[], str | None]) -> bool:
         """Loads the outer state of the snapshot in the folder from `find`; returns whether there is one.
 
         If the snapshot is deleted while it is read, there is a newer one, and `find` is called again. A corrupt

@@ -153,7 +153,7 @@ class ElasticSession(BaseSession):
                 self.outer.begin()
             parent = self.outer.run
             is_new = self._enter(shards, folder, facts or {})
-            joining = Joining(self._run, self.rounds, self._pace, self._should_stop, self._stand)
+            joining = Joining(self._run, self.rounds, self._pace, self._should_stop, self._set_phase)
             replaced = joining.take_state(is_new, parent, from_checkpoint=checkpoint is not None)
             if not self._has_last_round:
                 joining.await_islands()
@@ -162,7 +162,7 @@ class ElasticSession(BaseSession):
             if self._is_late:
                 self._pace.align_to_others()
             self._is_training = True
-            self._stand("training")
+            self._set_phase("training")
         self._go_on()
         return replaced
 

@@ -209,7 +209,7 @@ class ElasticRounds(Rounds):
                 mean = own.delta if part is Part.WHOLE else torch.empty_like(own.delta)
             return self.attempt(planned, own, mean)
         except PayloadError as error:
-            self.archive.pass_over(planned, error, part, is_resuming)
+            self.archive.skip_to_snapshot(planned, error, part, is_resuming)
             return None
 
     def _lend(self, own: Contribution) -> torch.Tensor:

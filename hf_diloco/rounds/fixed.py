@@ -160,7 +160,7 @@ class FixedSession(BaseSession):
             else:
                 self.outer.begin()
             replaced = self._agree_on_start(resumed=checkpoint is not None)
-        self._stand("training")
+        self._set_phase("training")
         self._go_on()
         return replaced
 

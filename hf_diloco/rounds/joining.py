@@ -128,14 +128,14 @@ class Joining:
     Attributes:
         pace: aligns this island's schedule with the others.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
-        stand: sets this island's phase in its heartbeats.
+        set_phase: sets this island's phase in its heartbeats.
     """
 
     run: RunRecord
     rounds: ElasticRounds
     pace: Pace
     should_stop: Callable[[], bool]
-    stand: Callable[[Phase], None]
+    set_phase: Callable[[Phase], None]
 
     def __post_init__(self) -> None:
         self.config = self.rounds.config
@@ -205,9 +205,9 @@ class Joining:
     def _start_from_snapshot(self) -> None:
         """Starts from a snapshot, as an island that has not taken part in the run so far."""
         before = self.outer.round, self.outer.outer_hash
-        if not self.rounds.archive.take_over(self._find_snapshot):
+        if not self.rounds.archive.load_snapshot(self._find_snapshot):
             self._offer_start()
-            self.rounds.archive.take_over(self._snapshots.start)
+            self.rounds.archive.load_snapshot(self._snapshots.start)
         if (self.outer.round, self.outer.outer_hash) != before:
             self.outer.write_masters()
             self.pace.postpone()  # no fragment has taken a step, so the checkpoint's schedule does not apply
@@ -312,7 +312,7 @@ class Joining:
         def wait() -> bool:
             while self.pace.others_convene() and self._clock.now() < deadline:
                 if self.pace.members.standing.phase != "passing":
-                    self.stand("passing")
+                    self.set_phase("passing")
                 if has_plan():
                     return True
                 self._pause(note, "the others, which begin it without this island")

@@ -138,23 +138,23 @@ class BaseSession(ABC):
         members.refresh = self._refresh_standing
         members.start_heartbeats()
 
-    def _stand(self, phase: Phase) -> None:
+    def _set_phase(self, phase: Phase) -> None:
         if self.members is None or self._went_on is None:
             return
         self._refresh_standing()  # the speed until now
         if self._is_heard:
-            self.members.stand(phase)
+            self.members.set_phase(phase)
         else:
             self.members.standing.phase = phase
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
         """Sets the phase in heartbeats to "syncing" for its body, then to "training"."""
-        self._stand("syncing")
+        self._set_phase("syncing")
         try:
             yield
         finally:
-            self._stand("training")
+            self._set_phase("training")
 
     def _go_on(self) -> None:
         """Records that training resumes."""

@@ -23,7 +23,7 @@ from hf_diloco.membership.round_records import (
     assemble,
     payload_bytes,
     round_of,
-    why_useless,
+    why_unusable,
 )
 from hf_diloco.membership.run import RunRecord, open_run
 from hf_diloco.status.models import IslandStatus, Presence, RoundStatus, RunStatus, SnapshotStatus, StoredBytes
@@ -380,7 +380,7 @@ def _left_out(plan: PlanRecord, offers: Sequence[OfferRecord]) -> dict[int, str]
 
     If their offers do not show the reason, it names the island that wrote the plan.
     """
-    shown = {str(offer.island): why_useless(offer) for offer in offers}
+    shown = {str(offer.island): why_unusable(offer) for offer in offers}
     left_out = {
         int(island): reason if reason == shown.get(island) else f"{reason}, says island {plan.by}"
         for island, reason in plan.left_out.items()

@@ -249,7 +249,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._open_record(args, state, optimizer)
         if news:
             self._need_record().write("neighbour", state.global_step, news=news)
-        node.stand("training")
+        node.set_phase("training")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Starts sending what does not depend on the gradient, to overlap it with forward and backward."""
@@ -316,7 +316,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         if not self.stopped:
             warn_if_short(state, "node")
         self._need_record().end(state.global_step)
-        self.node.stand("left" if self.stopped else "finished")
+        self.node.set_phase("left" if self.stopped else "finished")
 
     # Steps of the above
 

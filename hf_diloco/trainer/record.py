@@ -242,7 +242,7 @@ class NodeRecord(Record):
 
     def tell_news(self, step: int) -> None:
         """Logs and appends news of other nodes."""
-        for news in self._node.take_news():
+        for news in self._node.take_events():
             logger.warning("%s", news)
             self.write("neighbour", step, news=news)
 

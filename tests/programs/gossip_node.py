@@ -116,7 +116,7 @@ def main() -> None:
         print(f"step {step}", flush=True)
         if (mesh.node, step) == (cutter, cut_step):
             cut_connections(int(await_value(store, f"pid/{cut_off}")))
-        for line in neighbours.take_news():
+        for line in neighbours.take_events():
             print(f"news: {line}", flush=True)
 
     steps, steps_after_entry = settings.get("steps"), settings.get("steps_after_entry")
@@ -138,7 +138,7 @@ def main() -> None:
         for method, more in settings["methods"]
     ]
     torch.save(results, settings["result"])
-    for line in neighbours.take_news():
+    for line in neighbours.take_events():
         print(f"news: {line}", flush=True)
     print(f"averaged over {list(mesh.averaged_over)}", flush=True)
     print(f"lost {sorted(mesh.lost)}", flush=True)

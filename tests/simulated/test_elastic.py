@@ -670,7 +670,7 @@ def test_islands_that_began_together_take_all_steps_of_the_first_round(
             member.step()
             members = member.session.members
             assert members is not None
-            members.stand("training")
+            members.set_phase("training")
             while members.look()[0].steps != 1:
                 members.heartbeat()
             has_stepped.set()

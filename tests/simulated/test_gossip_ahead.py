@@ -189,7 +189,7 @@ def test_a_neighbour_that_leaves_is_left_out(store: KeptStore) -> None:
         node.optimizer.begin_exchange()
         have_begun.wait(LONG)
         assert has_left.wait(LONG)
-        return node.step(0, begins=False), node.neighbours.take_news()
+        return node.step(0, begins=False), node.neighbours.take_events()
 
     outcomes = in_mesh(store, topology, talk)
     for number in (0, 1):
@@ -234,7 +234,7 @@ def test_a_node_that_is_closed_ends_its_exchange_and_accuses_nobody(is_waited_fo
             node.neighbours.close()
             assert time.monotonic() - begun < LONG / 2
             has_closed.set()
-            assert node.neighbours.take_news() == []
+            assert node.neighbours.take_events() == []
             return
         while is_waited_for and not mesh._board.has("waits/0"):
             time.sleep(0.02)

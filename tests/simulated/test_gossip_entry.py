@@ -108,7 +108,7 @@ class Ring:
         x = torch.full((SIZE,), float(neighbours.node))
         neighbours.offer(x, step)
         neighbours.mix([x], [torch.empty_like(x)], step)
-        self.news[neighbours.node] += neighbours.take_news()
+        self.news[neighbours.node] += neighbours.take_events()
 
     def end_at(self, step: int) -> None:
         """Called by a node that has entered, before its first step: nobody is there yet."""

@@ -220,7 +220,7 @@ def test_what_the_last_evaluation_has_shown_of_the_others_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loses = Loses()
-    monkeypatch.setattr(NodeNeighbours, "take_news", lambda _: [loses.news.pop() for _ in list(loses.news)])
+    monkeypatch.setattr(NodeNeighbours, "take_events", lambda _: [loses.news.pop() for _ in list(loses.news)])
     callback = GossipCallback(method="dsgd", num_nodes=1)
     trainer = trainer_of(tmp_path, callback, Linear(), 0.0, data(0.0), eval_strategy="steps", eval_steps=2)
     trainer.add_callback(loses)

@@ -150,7 +150,7 @@ def test_a_mesh_averages_what_memory_averages(num_nodes: int, store: KeptStore) 
 def test_who_was_averaged_and_how_much_was_sent(store: KeptStore) -> None:
     def talk(node: int, neighbours: MeshNeighbours) -> tuple[object, ...]:
         traffic = neighbours.average(torch.ones(4000))
-        return neighbours.averaged_over, neighbours.take_news(), traffic
+        return neighbours.averaged_over, neighbours.take_events(), traffic
 
     assert in_mesh(store, make_topology("ring", 4), talk) == [((0, 1, 2, 3), [], Traffic(24_000, 24_000))] * 4
 
@@ -208,7 +208,7 @@ def test_the_others_go_on_without_a_node_that_leaves(graph: str, num_nodes: int,
         for other in left[1:]:
             total += values(other, 0, 1000)
         assert equal(average, total * (1 / len(left)))
-        return neighbours.take_news()
+        return neighbours.take_events()
 
     begun = time.monotonic()
     news = in_mesh(store, topology, talk)
@@ -359,7 +359,7 @@ def test_a_late_node_is_lost_and_finds_that_all_are(store: KeptStore) -> None:
             assert equal(mixed(neighbours, step), mean_without(topology, node, step, {late}))
         if node == 0:
             woken.set()
-        return neighbours.take_news()
+        return neighbours.take_events()
 
     news = in_mesh(store, topology, talk, exchange_timeout=SHORT)
     assert news[0] == [
@@ -615,7 +615,7 @@ def test_a_node_returns_twice_while_others_hurry_on(graph: str, store: KeptStore
         assert not neighbours.lost
         ended.wait(LONG)
         neighbours.close()
-        return neighbours.take_news()
+        return neighbours.take_events()
 
     def leave_and_return() -> list[int]:
         neighbours = join(store, topology, leaver)

@@ -152,7 +152,7 @@ class Swarm:
                 self.averaged[node].append(neighbours.averaged_over)
             x = x + 0.001 * (node + 1)
             self.steps[node] += 1
-            self.news[node] += neighbours.take_news()
+            self.news[node] += neighbours.take_events()
         assert not neighbours.lost
         return neighbours
 

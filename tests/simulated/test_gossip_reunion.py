@@ -78,7 +78,7 @@ class Nodes:
         self._x[node, step] = x
         if _lacked(neighbours) == before:  # or else somebody was lost on the way
             self._out[node, step] = out
-        self.news[node] += neighbours.take_news()
+        self.news[node] += neighbours.take_events()
         self._is_whole[node] = self._had_trouble.is_set() and not neighbours.lost
         return out + 0.001 * node
 
@@ -326,7 +326,7 @@ def test_nodes_that_wait_for_nobody_are_connected_again() -> None:
                     newest[node, peer] = int(payload.view(torch.int64))
             if node == one and step == 10:
                 give_up(neighbours, other)
-            nodes.news[node] += neighbours.take_news()
+            nodes.news[node] += neighbours.take_events()
             if node not in (one, other) or "is connected again" in "".join(nodes.news[node]):
                 before = before or {peer: newest.get((node, peer), 0) for peer in neighbours.peers}
                 if all(newest.get((node, peer), -1) > before[peer] for peer in neighbours.peers):

@@ -615,7 +615,7 @@ def test_a_run_of_nodes(tmp_path: Path, free_port: int) -> None:
         for step in range(2):
             node.mix([vector], [vector], step)
         node.standing.steps = 2
-        node.stand("training")
+        node.set_phase("training")
         return node
 
     nodes = run_islands(3, begin)
@@ -627,7 +627,7 @@ def test_a_run_of_nodes(tmp_path: Path, free_port: int) -> None:
     assert re.search(r"^nodes +3 in a graph \(ring\), by decentlam *$", table, re.MULTILINE), table
     assert re.search(r"^ +2 +\S+ +training +\S.* 2 +1 +1 *$", table, re.MULTILINE), table
     assert "round" not in table
-    nodes[2].stand("finished")
+    nodes[2].set_phase("finished")
     nodes[2].close()
     found = look_until(observer, lambda status: status.islands[2].presence == "ended")
     assert found.islands[2].phase == "finished"

@@ -108,7 +108,7 @@ def test_only_what_changes_is_heard() -> None:
     its.announce([2, 0])
     assert heard(ours, 1) == (1, "joining", [0, 2])
     assert ours.listen({1: 1}) == {}
-    its_members.stand("training")
+    its_members.set_phase("training")
     its.announce([])
     assert heard(ours, 1) == (1, "training", [])
     _, again = enter(1)

@@ -169,7 +169,7 @@ def test_a_change_is_told_at_once_and_else_signs_of_life_come_in_their_time(
     members.enter()
     members.start_heartbeats()
     for number in (2, 3):
-        members.stand("syncing")
+        members.set_phase("syncing")
         deadline = time.monotonic() + LONG / 2
         while members.num_heartbeats < number:
             assert time.monotonic() < deadline
@@ -396,7 +396,7 @@ def test_a_round_that_others_carry_out_is_waited_for_with_patience(
     here, there = process(0), process(1)
     planned = Quorum(there, Rules(grace=0.0), clock=clock).convene(Attempt(1, 0), offer_of(1))
     quorum = Quorum(here, Rules(grace=30.0), lambda: is_asked_to_stop, clock)
-    there.stand("syncing")
+    there.set_phase("syncing")
     clock.meanwhile = there.heartbeat
     since = clock.now()
     with pytest.raises(error, match=said):

@@ -251,7 +251,7 @@ class MeshNeighbours(Neighbours):
         self.is_returning = False
         return step
 
-    def take_news(self) -> list[str]:
+    def take_events(self) -> list[str]:
         """Returns what happened to other nodes since the last call: lines for a log, in order."""
         news, self._news = self._news, []
         return news

@@ -134,7 +134,7 @@ class Joining:
     def begin(self) -> None:
         """Reports in heartbeats that this node takes steps now."""
         if self._members.standing.phase == "joining":
-            self._members.stand("training")
+            self._members.set_phase("training")
 
     def meet(self) -> dict[int, Edge]:
         """Connects to all neighbours; on a restarted node, to those that are running.
