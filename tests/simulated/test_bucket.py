@@ -552,7 +552,7 @@ def read_all(store: Any, records: Sequence[Any], size: int = 50, codec: Codec = 
         ({"digests": ["0" * 63] * 3}, "'digests.0'"),
         ({"digests": ["A" * 64] * 3}, "'digests.0'"),
         ({"digests": ["0" * 64 + "\n"] * 3}, "'digests.0'"),
-        ({"codec": "int3"}, "'codec'.*'int3' is none of fp32, bf16, fp16, int8"),
+        ({"codec": "int3"}, "'codec'.*'int3' is none of fp32, bf16, fp16, fp4"),
         ({"codec": ""}, "'codec'"),
         ({"codec": "INT8"}, "'codec'"),
         ({"codec": "int8"}, "multiples of int8's blocks of 256 values"),
