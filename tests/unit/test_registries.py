@@ -67,6 +67,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.real_start
 def test_one_more_file_is_all_that_a_method_a_number_format_or_a_graph_needs(tmp_path: Path) -> None:
     package = tmp_path / "hf_diloco"
     shutil.copytree(ROOT / "hf_diloco", package, ignore=shutil.ignore_patterns("__pycache__"))
