@@ -364,7 +364,7 @@ def config(**settings: Any) -> GossipConfig:
     ("settings", "message"),
     [
         ({"payload": "topk"}, "topk leaves out most .* consensus step below 1"),
-        ({"payload": "sign"}, "sign leaves out most .* give bf16"),
+        ({"payload": "sign"}, "sign leaves out most .* give one of fp32, bf16"),
         ({"payload": "int2"}, "payload"),
         ({"topology": "one-peer-exponential", "method": "dsgd"}, "int8 needs a graph that does not change.*take ring"),
         ({"topology": "random-matching", "method": "dsgd"}, "random-matching changes"),

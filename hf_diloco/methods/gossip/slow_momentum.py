@@ -41,6 +41,9 @@ class SlowMomentum:
     Args:
         settings: see `SlowMoSettings`.
         spans: the slice of each parameter group in the flat vectors, in order.
+
+    Attributes:
+        has_begun: whether x_0 is set.
     """
 
     def __init__(self, settings: SlowMoSettings, spans: Sequence[slice]) -> None:
@@ -48,12 +51,8 @@ class SlowMomentum:
         self.settings = settings
         self._num_values = spans[-1].stop
         self._outer = SlowMo(settings.outer_lr, settings.outer_momentum, Groups(len(spans), runs))
+        self.has_begun = False
         self._is_late = False
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether x_0 is set."""
-        return bool(self._outer.state_dict())
 
     def begin(self, x: torch.Tensor, is_late: bool) -> None:
         """Sets x_0 to `x`, and v to 0.
@@ -63,6 +62,7 @@ class SlowMomentum:
             is_late: whether other nodes may have another x_0, or a v that is not 0.
         """
         self._outer.start(x)
+        self.has_begun = True
         self._is_late = is_late and self.settings.average
 
     def is_due(self, num_steps: int) -> bool:
@@ -98,7 +98,8 @@ class SlowMomentum:
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, not copied: anchor (x_0), slow-momentum (v), rates, and whether it is late."""
-        return {**self._outer.state_dict(), "is_late": self._is_late}
+        outer = self._outer.state_dict() if self.has_begun else {}
+        return {**outer, "is_late": self._is_late}
 
     def load_state_dict(self, state: Mapping[str, Any], like: torch.Tensor) -> None:
         """Restores a state of `state_dict`.
@@ -119,6 +120,7 @@ class SlowMomentum:
             )
         vectors = {name: value.to(like.device, copy=True) for name, value in state.items() if name != "is_late"}
         self._outer.load_state_dict(vectors)
+        self.has_begun = True
         self._is_late = bool(state["is_late"])
 
     def _average(
