@@ -1,6 +1,6 @@
 """The base of block codecs: tiling of long vectors, and the largest magnitude of every block.
 
-And the base of 4-bit codecs: sixteen levels, two codes per byte, a bf16 scale for every 128 values.
+And the base of 4-bit codecs: sixteen levels, two codes per byte, a bf16 scale for every 128 values. And signs as bits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ ACCELERATOR_TILE = 1 << 24
 """Values that are encoded at a time on an accelerator, to bound scratch memory."""
 
 BF16_BITS = np.int32(~0xFFFF)
+# A mask for the lowest bit of each of the eight bytes of an int64, and the factor that moves the bit of byte i to bit
+# 56 + i.
+LOWEST_BITS = 0x0101_0101_0101_0101
+GATHER_BITS = 0x0102_0408_1020_4080
 
 
 class BlockCodec(Codec):
@@ -154,3 +158,37 @@ def _pairs(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Returns the two levels of each of the 256 bytes, as one complex64 each."""
     values = torch.tensor(levels, dtype=torch.float32)
     return torch.view_as_complex(torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)).to(device)
+
+
+class SignBits:
+    """Packs signs into bits by PyTorch's operations: set for v < 0; value i of a row is bit i % 8 of byte i // 8."""
+
+    def __init__(self) -> None:
+        self._workspace = Workspace()
+
+    def pack(self, values: torch.Tensor, bits: torch.Tensor) -> None:
+        """Writes the signs of `values`, fp32 (n, 8 m), to `bits`, uint8 (n, m)."""
+        scratch = self._take("values", values, torch.float32)
+        torch.add(values, 0.0, out=scratch)  # turns -0 into +0
+        signs = self._take("signs", values, torch.uint8)
+        signs.copy_(scratch.view(torch.int32).bitwise_right_shift_(31))
+        eights = signs.view(torch.int64).bitwise_and_(LOWEST_BITS).mul_(GATHER_BITS)
+        bits.copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
+
+    def unpack(self, bits: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes -1 to `values`, fp32 (n, 8 m), for every set bit of `bits`, uint8 (n, m), and 1 for others."""
+        indices = self._take("indices", bits, torch.int32)
+        indices.copy_(bits)
+        eights = self._take("eights", bits, torch.int64)
+        torch.index_select(_eights(values.device), 0, indices.view(-1), out=eights.view(-1))
+        values.copy_(eights.view(torch.int8))
+
+    def _take(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._workspace.take(name, like.numel(), dtype, like.device).view(like.shape)
+
+
+@cache
+def _eights(device: torch.device) -> torch.Tensor:
+    """Returns the decoded form of each of the 256 bytes: eight int8, +1 or -1, in one int64."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 
-from hf_diloco.codecs.blocks import BlockCodec
+from hf_diloco.codecs.blocks import BlockCodec, SignBits
 from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, cut, fill_signs, pack_bits, read_fp32, write_fp32
-from hf_diloco.utils.workspace import Workspace
 
 SCALE_BITS = np.int32(~0xFFF)
-# A mask for the lowest bit of each of the eight bytes of an int64, and the factor that moves the bit of byte i to bit
-# 56 + i.
-LOWEST_BITS = 0x0101_0101_0101_0101
-GATHER_BITS = 0x0102_0408_1020_4080
 LANES = 64  # sums that are accumulated in parallel
 
 
@@ -41,40 +34,6 @@ def _decode(code: Bytes, values: Values) -> None:
     """See `Loops`."""
     for block in range(values.shape[0]):
         fill_signs(code[block, 4:], read_fp32(code[block]), values[block])
-
-
-class SignBits:
-    """Packs signs into bits by PyTorch's operations: set for v < 0; value i of a row is bit i % 8 of byte i // 8."""
-
-    def __init__(self) -> None:
-        self._workspace = Workspace()
-
-    def pack(self, values: torch.Tensor, bits: torch.Tensor) -> None:
-        """Writes the signs of `values`, fp32 (n, 8 m), to `bits`, uint8 (n, m)."""
-        scratch = self._take("values", values, torch.float32)
-        torch.add(values, 0.0, out=scratch)  # turns -0 into +0
-        signs = self._take("signs", values, torch.uint8)
-        signs.copy_(scratch.view(torch.int32).bitwise_right_shift_(31))
-        eights = signs.view(torch.int64).bitwise_and_(LOWEST_BITS).mul_(GATHER_BITS)
-        bits.copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
-
-    def unpack(self, bits: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes -1 to `values`, fp32 (n, 8 m), for every set bit of `bits`, uint8 (n, m), and 1 for others."""
-        indices = self._take("indices", bits, torch.int32)
-        indices.copy_(bits)
-        eights = self._take("eights", bits, torch.int64)
-        torch.index_select(_eights(values.device), 0, indices.view(-1), out=eights.view(-1))
-        values.copy_(eights.view(torch.int8))
-
-    def _take(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._workspace.take(name, like.numel(), dtype, like.device).view(like.shape)
-
-
-@cache
-def _eights(device: torch.device) -> torch.Tensor:
-    """Returns the decoded form of each of the 256 bytes: eight int8, +1 or -1, in one int64."""
-    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-    return (1 - 2 * bits).to(torch.int8).view(torch.int64).view(-1).to(device)
 
 
 class SignCodec(BlockCodec):

@@ -37,7 +37,6 @@ from hf_diloco.inner.frozen import frozen_weights
 from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, frozen_facts, join_facts, remedy_for
 from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
-from hf_diloco.methods.gossip.swarmsgd import SwarmSGD
 from hf_diloco.methods.topology import Topology, make_topology
 from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
@@ -66,16 +65,8 @@ def check_gossip(config: GossipConfig) -> Topology:
 
 
 def _check_payload(payload: str, topology: Topology, optimizer: GossipOptimizer) -> None:
-    if isinstance(optimizer, SwarmSGD):
-        raise ConfigError(
-            f"payload={payload}: {optimizer.name} has a code of its own; remove payload, and set options: "
-            "{quantization: lattice-8} or lattice-16 (not with blocking)"
-        )
-    if optimizer.num_vectors == 0:
-        raise ConfigError(
-            f"payload={payload}: {optimizer.name} averages gradients over all nodes, and knows no neighbours that "
-            "could keep replicas; remove payload, or choose another method"
-        )
+    if optimizer.refuses_payload:
+        raise ConfigError(f"payload={payload}: {optimizer.name} {optimizer.refuses_payload}")
     check_static(topology, payload)
 
 

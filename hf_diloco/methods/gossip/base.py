@@ -46,6 +46,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     Attributes:
         name, paper: the method's name in the settings; the arXiv number of its source, empty for none.
         num_vectors: vectors of d values sent to each neighbour in a step.
+        refuses_payload: why the setting `payload` cannot be used, with the remedy; empty if it can.
         is_in_step: whether nodes are in lockstep, none more than a few steps ahead of another.
         state_names: names of the vectors in the method's state, besides the parameters: d values each.
         neighbours: this node's end of the graph.
@@ -55,6 +56,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     num_vectors: ClassVar[int] = 1
+    refuses_payload: ClassVar[str] = ""
     is_in_step: bool = True
     state_names: ClassVar[tuple[str, ...]] = ()
 

@@ -27,6 +27,10 @@ class PmSGD(MomentumOptimizer):
 
     name = "pmsgd"
     num_vectors = 0
+    refuses_payload = (
+        "averages gradients over all nodes, and knows no neighbours that could keep replicas; remove payload, or "
+        "choose another method"
+    )
 
     def __init__(
         self,

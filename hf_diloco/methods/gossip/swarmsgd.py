@@ -62,7 +62,10 @@ class SwarmSGD(MomentumOptimizer):
 
     name = "swarm-sgd"
     paper = "1910.12308"
-    num_vectors = 1
+    refuses_payload = (
+        "has a code of its own; remove payload, and set options: {quantization: lattice-8} or lattice-16 (not with "
+        "blocking)"
+    )
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hf_diloco.codecs.blocks import SignBits
 from hf_diloco.codecs.compiled import Bytes, Values, compiled, fill_signs, is_compiled_for, pack_bits
-from hf_diloco.codecs.sign import SignBits
 
 SCALE_BYTES = 4
 _TILE = 4096  # values that several loops handle in turn while they are in the cache
