@@ -1,6 +1,6 @@
 """The run file of an image classifier: one YAML with the model, the data, TrainingArguments and the graph of nodes.
 
-Reading it imports neither torch nor transformers, so that mistakes are reported at once.
+Reading it imports neither transformers nor, unless `payload` is another than fp32, torch: mistakes show at once.
 """
 
 from __future__ import annotations
