@@ -191,7 +191,7 @@ class GossipConfig(StrictModel):
 
         if name in BUILT_IN:
             raise ValueError(
-                f"payload {name} leaves out most of a difference, so that nodes would drift apart without a consensus "
+                f"{name} leaves out most of a difference, so that nodes would drift apart without a consensus "
                 f"step below 1, which is not offered: give one of {', '.join(known)}"
             )
         raise ValueError(f"{name!r}: no such number format{nearest(name, known)}; there are {', '.join(known)}")

@@ -59,7 +59,7 @@ _OTHERS_GO_ON = (
     "the loop), and let nothing end one of them alone"
 )
 _WAS_STOPPED = "it was asked to stop (by Ctrl-C, SIGTERM or stop())"
-_FAILED = "its training ended in an error, or was broken off, of which its own output says more"
+_FAILED = "its training ended in an error, or was interrupted: its own output says more"
 
 
 @dataclass(eq=False, repr=False)

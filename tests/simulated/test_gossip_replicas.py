@@ -365,7 +365,7 @@ def config(**settings: Any) -> GossipConfig:
     [
         ({"payload": "topk"}, "topk leaves out most .* consensus step below 1"),
         ({"payload": "sign"}, "sign leaves out most .* give one of fp32, bf16"),
-        ({"payload": "int2"}, "payload"),
+        ({"payload": "int2"}, r"'int2': no such number format \(did you mean int\d\?\)"),
         ({"topology": "one-peer-exponential", "method": "dsgd"}, "int8 needs a graph that does not change.*take ring"),
         ({"topology": "random-matching", "method": "dsgd"}, "random-matching changes"),
         ({"method": "pmsgd"}, "pmsgd averages gradients over all nodes"),

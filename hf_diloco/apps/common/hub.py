@@ -107,7 +107,7 @@ def check_login() -> None:
             raise ConfigError(
                 "push_to_hub: the Hub does not take this machine's token: run `hf auth login`, or set HF_TOKEN"
             ) from error
-    except Exception:  # includes those of the client's HTTP library
+    except Exception:  # of the HTTP library, too: whether the Hub can be reached now says nothing of the run's end
         pass
 
 
