@@ -132,10 +132,13 @@ def _converted(folder: Path, written_by: int, ranks: IslandGroup) -> Iterator[Pa
         ranks.on_all(lambda: _need(universal))
         yield universal
     finally:
-        ranks.barrier()
-        if ranks.is_leader:
-            shutil.rmtree(universal, ignore_errors=True)
-            (folder.parent / "latest_universal").unlink(missing_ok=True)
+        ranks.barrier()  # every rank has read it
+        ranks.on_leader(lambda: _delete(universal))  # the others wait: a search of the folder must not see it vanish
+
+
+def _delete(universal: Path) -> None:
+    shutil.rmtree(universal, ignore_errors=True)
+    (universal.parent / "latest_universal").unlink(missing_ok=True)
 
 
 def _convert(folder: Path, universal: Path, written_by: int, num_ranks: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,31 +9,9 @@ from typing import Any
 import pytest
 
 from hf_diloco.errors import CheckpointError, DiLoCoError, PayloadError, StoreError
-from hf_diloco.inner.island import IslandGroup
 from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from tests.islands import try_islands
-
-
-class Threads(IslandGroup):
-    """Ranks that meet in this process."""
-
-    def __init__(self, rank: int, meeting: threading.Barrier, items: dict[int, Any]) -> None:
-        super().__init__()
-        self.rank, self.size = rank, meeting.parties
-        self._meeting, self._items = meeting, items
-
-    def sum(self, values: list[float]) -> list[float]:
-        return [sum(column) for column in zip(*self.gather(values), strict=True)]
-
-    def gather(self, item: Any) -> list[Any]:
-        self._items[self.rank] = json.dumps(item)
-        self._meeting.wait()
-        said = [json.loads(self._items[rank]) for rank in range(self.size)]
-        self._meeting.wait()
-        return said
-
-    def from_leader(self, item: Any) -> Any:
-        return self.gather(item)[0]
+from tests.thread_group import ThreadGroup
 
 
 @pytest.mark.parametrize(
@@ -56,7 +33,7 @@ def test_all_ranks_raise_the_same_error(met: list[DiLoCoError | None], raised: t
             if error is not None:
                 raise error
 
-        Threads(rank, meeting, items).on_all(fail)
+        ThreadGroup(rank, meeting, items).on_all(fail)
 
     found = try_islands(2, call)
     assert [type(one) if one is not None else None for one in found] == [raised] * 2
@@ -67,7 +44,7 @@ def test_a_rank_whose_own_writer_of_a_checkpoint_fails_is_named_on_the_others(tm
     meeting, items = threading.Barrier(2), dict[int, Any]()
 
     def call(rank: int) -> None:
-        ranks = Threads(rank, meeting, items)
+        ranks = ThreadGroup(rank, meeting, items)
 
         def write(failures: list[str]) -> None:
             if rank == 1:
@@ -86,7 +63,7 @@ def test_a_checkpoint_is_looked_through_when_all_ranks_have_written_their_part(t
     meeting, items, is_looked_through = threading.Barrier(2), dict[int, Any](), threading.Event()
 
     def call(rank: int) -> bool:
-        ranks = Threads(rank, meeting, items)
+        ranks = ThreadGroup(rank, meeting, items)
         checkpoints = CheckpointFolder(tmp_path, ranks, "record", lambda _: [], None, True, False)
         is_too_early = rank == 1 and is_looked_through.wait(0.2)  # while this rank writes
         checkpoints.complete(tmp_path / "one", lambda _: is_looked_through.set(), limit=0)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 from hf_diloco.apps.common.training import loading
 from hf_diloco.errors import CheckpointError
+from hf_diloco.inner import checkpoints
 from hf_diloco.inner.checkpoints import check_stage, resume_across_ranks
 from hf_diloco.inner.island import IslandGroup
+from tests.islands import try_islands
+from tests.thread_group import ThreadGroup
 
 
 def test_weights_of_another_model_are_named() -> None:
@@ -64,3 +70,31 @@ def test_each_training_of_a_process_asks_deepspeed_for_it_and_the_first_counts(
     first = DeepSpeedEngine.load_checkpoint
     resume_across_ranks()
     assert DeepSpeedEngine.load_checkpoint is first
+
+
+def test_no_rank_goes_on_before_the_converted_copy_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that looked through the checkpoint while the leader deleted the copy ended in a FileNotFoundError."""
+    meeting, items, has_gone_on = threading.Barrier(2), dict[int, Any](), threading.Event()
+    delete, were_early = shutil.rmtree, list[bool]()
+
+    def delete_late(folder: Path, **kwargs: Any) -> None:
+        were_early.append(has_gone_on.wait(0.2))
+        delete(folder, **kwargs)
+
+    def resume(rank: int) -> str:
+        with checkpoints._converted(tmp_path / "global_step4", 1, ThreadGroup(rank, meeting, items)) as universal:
+            assert (universal / "zero").is_dir()
+        if rank:
+            has_gone_on.set()
+        return checkpoints.saved_kind(tmp_path)
+
+    def convert(_: Path, universal: Path, *__: int) -> None:
+        (universal / "zero").mkdir(parents=True)
+
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "mp_rank_00_model_states.pt").touch()
+    monkeypatch.setattr(checkpoints, "_convert", convert)
+    monkeypatch.setattr(shutil, "rmtree", delete_late)
+    assert try_islands(2, resume) == ["ZeRO", "ZeRO"]
+    assert were_early == [False]
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step4"]
