@@ -39,7 +39,7 @@ class InnerOptimizer:
         self.groups = groups or {}
         self._optimizer = optimizer
         self._param_groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", []))
-        self.rates = [float(group.get("lr") or 0.0) for group in self._param_groups]
+        self.rates = [_rate_of(group) for group in self._param_groups]
         self._undampened: set[torch.Tensor] = set()  # whose next gradient SGD must not dampen
 
     @property
@@ -136,7 +136,12 @@ class InnerOptimizer:
             self._param_groups = list(present)
         for number, group in enumerate(self._param_groups):
             if any(group is one for one in present):
-                self.rates[number] = float(group["lr"])
+                self.rates[number] = _rate_of(group)
+
+
+def _rate_of(group: Mapping[str, Any]) -> float:
+    """Returns a group's learning rate, 0 if there is none; schedules that end at 0 may end a rounding error below."""
+    return max(0.0, float(group.get("lr") or 0.0))
 
 
 def group_numbers(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -301,6 +301,22 @@ def test_rates_are_those_of_the_last_step_whenever_the_scheduler_is_stepped() ->
     assert shards.inner.groups == {"0.weight": 0, "0.bias": 1, "2.weight": 0, "2.bias": 1}
 
 
+def test_a_schedule_that_ends_a_rounding_error_below_0_ends_at_0(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.3, end_factor=0.0, total_iters=3)
+    session = Run(tmp_path, 1, sync_every=4, **SLOWMO).session(0)
+    session.join(open_shards(model, optimizer), tmp_path / "0")
+    for batch in batches(0, 4):
+        rate = optimizer.param_groups[0]["lr"]
+        take_step(model, optimizer, batch)
+        session.outer.count_step()
+        scheduler.step()
+    assert rate < 0
+    session.sync()
+    assert session.outer.rates == [0.0]
+
+
 def lead(session: FixedSession, optimizer: torch.optim.Optimizer, model: nn.Module, rate: float, to: float) -> None:
     """A step with this learning rate, after which all weights are `to`."""
     for group in optimizer.param_groups:
