@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,8 @@ def write_whole(path: Path, text: str, durable: bool = True) -> None:
 
     If `durable`, returns once it is on disk; otherwise a power failure may lose it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not the process's number: islands in containers that share the folder often have the same.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         if durable:

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -210,6 +211,23 @@ def test_a_file_that_is_replaced_whole_stays_as_it_was(tmp_path: Path) -> None:
     with no_file_beyond(2), pytest.raises(OSError, match="File too large"):
         write_whole(path, "new one")
     assert path.read_text() == "old"
+
+
+def test_two_containers_replace_a_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their processes may have the same number; one of the islands ended with "run.json cannot be made"."""
+    path, replace, replaced = tmp_path / "run.json", os.replace, list[str]()
+
+    def replace_late(temporary: Path, target: Path) -> None:
+        if not replaced:
+            replaced.append("")
+            write_whole(path, "the other's")
+            replaced[0] = path.read_text()
+        replace(temporary, target)
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    write_whole(path, "one's")
+    assert (replaced, path.read_text()) == (["the other's"], "one's")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.fixture(autouse=True)
