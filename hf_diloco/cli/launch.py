@@ -59,7 +59,7 @@ class Island:
         self._folder = plan.folder
         self._is_useful = UsefulLines()
         self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
-        self._progress: tuple[int, Progress] = (0, Progress())
+        self._progress: tuple[tuple[int, ...], Progress] = ((), Progress())
 
         with self._opened_log(plan) as log:
             self._follower = LogFollower(self.log_path)
@@ -142,9 +142,11 @@ class Island:
         """The island's progress file; parsed again only after a change."""
         path = self._folder / PROGRESS_FILE
         with suppress(OSError):
-            changed = path.stat().st_mtime_ns
-            if changed != self._progress[0]:
-                self._progress = (changed, read_progress(path))
+            found = path.stat()
+            # Times alone are too coarse on many file systems: two files within a tick would look the same.
+            version = found.st_mtime_ns, found.st_ino, found.st_size
+            if version != self._progress[0]:
+                self._progress = (version, read_progress(path))
         return self._progress[1]
 
     def ask_to_stop(self) -> bool:

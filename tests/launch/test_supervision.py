@@ -20,6 +20,7 @@ from hf_diloco.cli.launch import Island
 from hf_diloco.cli.log import FAILED, FINISHED, Outcome
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError
+from hf_diloco.trainer.progress import Progress
 from tests.clocks import AT_ONCE
 from tests.launch.stand_in import PROGRAM
 from tests.processes import Process, Processes
@@ -263,6 +264,16 @@ def test_how_a_script_ends_whose_training_was_stopped(tmp_path: Path, then: str,
     island.new_lines()
     assert island.outcome is not None
     assert island.outcome.code == code
+
+
+def test_progress_that_is_replaced_within_a_tick_of_the_file_systems_clock(tmp_path: Path) -> None:
+    """The stop of a script was missed, and its launch ended as if the training was done."""
+    island = Island(IslandPlan(0, tmp_path, ("true",), {}, {}))
+    for state in ("training", "stopped"):
+        Progress(tmp_path, 5).update(state=state)
+        os.utime(tmp_path / "progress.json", ns=(0, 0))
+        assert island.progress.state == state
+    island.kill(after=60)
 
 
 def test_an_output_that_is_no_folder(tmp_path: Path) -> None:
