@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_diloco.errors import CheckpointError, ConfigError
-from hf_diloco.outer.checkpoint import OuterIndex, complete_checkpoints, load_outer, read_index
+from hf_diloco.outer.checkpoint import RECORD, OuterIndex, complete_checkpoints, load_outer, read_index
 
 CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
@@ -115,6 +115,12 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copy2(path, folder)
+    if not (checkpoint / RECORD).is_file():  # a training deletes it before all other files
+        shutil.rmtree(folder)
+        raise CheckpointError(
+            f"{checkpoint} was deleted while it was read, because training went on: export a newer one, or copy it "
+            "first, or let training keep more (save_total_limit)"
+        )
 
 
 def _find_adapter(source: Path, parameters: Iterable[str]) -> tuple[str, Path | None]:

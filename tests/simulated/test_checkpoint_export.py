@@ -28,8 +28,9 @@ from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.inner.base import PlainShards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.outer.checkpoint import OuterPart, read_index, save_outer
+from hf_diloco.outer.checkpoint import RECORD, OuterPart, read_index, save_outer
 from hf_diloco.outer.export import export, find_checkpoint
+from hf_diloco.outer.manifest import remove
 from tests.outer_state import make_index
 from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import make_saving_trainer, weights_of
@@ -209,6 +210,22 @@ def test_prompts_that_are_computed_are_refused(tmp_path: Path) -> None:
     ):
         export(checkpoint, read_index(checkpoint), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_a_checkpoint_that_training_deletes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model was written without its tokenizer, and called whole."""
+    checkpoint = tmp_path / "checkpoint-1"
+    of_known_values(model := make_model(lora=False, tied=True, seed=1), checkpoint)
+    save = type(model).save_pretrained
+
+    def save_late(self: Any, folder: Path) -> None:
+        save(self, folder)
+        remove(checkpoint, first=RECORD)
+
+    monkeypatch.setattr(type(model), "save_pretrained", save_late)
+    with pytest.raises(CheckpointError, match="checkpoint-1 was deleted while it was read"):
+        export(checkpoint, read_index(checkpoint), tmp_path / "model")
+    assert not (tmp_path / "model").exists(), "or the next export would be refused"
 
 
 def test_values_of_another_model_are_not_left_out(tmp_path: Path) -> None:
