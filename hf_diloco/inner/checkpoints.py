@@ -9,13 +9,14 @@ Checked against DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
 import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
@@ -125,15 +126,31 @@ def _folder_of(checkpoint: Path, tag: str | None) -> Path:
 
 @contextmanager
 def _converted(folder: Path, written_by: int, ranks: IslandGroup) -> Iterator[Path]:
-    """Yields a universal copy of the checkpoint, in a folder beside it, and deletes the copy afterwards."""
+    """Yields a universal copy of the checkpoint, in a folder beside it, and deletes the copy afterwards.
+
+    Islands that resume from the same checkpoint take turns.
+    """
     universal = folder.with_name(folder.name + _SUFFIX)
-    try:
-        ranks.on_leader(lambda: _convert(folder, universal, written_by, ranks.size))
-        ranks.on_all(lambda: _need(universal))
-        yield universal
-    finally:
-        ranks.barrier()  # every rank has read it
-        ranks.on_leader(lambda: _delete(universal))  # the others wait: a search of the folder must not see it vanish
+    with ExitStack() as turn:
+        ranks.on_leader(lambda: turn.enter_context(_locked(folder)))
+        try:
+            ranks.on_leader(lambda: _convert(folder, universal, written_by, ranks.size))
+            ranks.on_all(lambda: _need(universal))
+            yield universal
+        finally:
+            ranks.barrier()  # every rank has read it
+            ranks.on_leader(lambda: _delete(universal))  # the others wait: no search of the folder may see it vanish
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Waits until no other process is inside; does not wait if the files cannot be locked."""
+    with ExitStack() as stack:
+        with suppress(OSError, StopIteration):
+            part = next(path for path in folder.iterdir() if _PART.fullmatch(path.name))
+            file = stack.enter_context(part.open("r+b"))  # NFS locks only what is open for writing
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _delete(universal: Path) -> None:

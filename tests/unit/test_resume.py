@@ -98,3 +98,27 @@ def test_no_rank_goes_on_before_the_converted_copy_is_gone(tmp_path: Path, monke
     assert try_islands(2, resume) == ["ZeRO", "ZeRO"]
     assert were_early == [False]
     assert [path.name for path in tmp_path.iterdir()] == ["global_step4"]
+
+
+def test_islands_that_resume_from_one_checkpoint_convert_it_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One deleted the copy that the other was reading."""
+    converts_again, were_early = threading.Event(), list[bool]()
+
+    def resume(_: int) -> bool:
+        with checkpoints._converted(tmp_path / "global_step4", 1, IslandGroup()) as universal:
+            were_early.append(converts_again.wait(0.2))
+            return (universal / "zero").is_dir()
+
+    def convert(_: Path, universal: Path, *__: int) -> None:
+        if were_begun.pop():
+            converts_again.set()
+        (universal / "zero").mkdir(parents=True, exist_ok=True)
+
+    were_begun = [True, False]
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    monkeypatch.setattr(checkpoints, "_convert", convert)
+    assert try_islands(2, resume) == [True, True]
+    assert were_early == [False, True]
