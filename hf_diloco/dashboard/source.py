@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -135,5 +136,9 @@ def _signature(folder: Path, run: Run | None) -> Signature:
         progress = island.folder / PROGRESS_FILE  # names a script's record, and at the end says how the island ended
         if not island.sections or read_progress(progress).is_ending:
             files.append(progress)
-    found = [(str(file), file.stat()) for file in files if file.exists()]
-    return frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    found = set()
+    for file in files:
+        with suppress(OSError):  # absent, or replaced at this moment, as `model` is
+            stat = file.stat()
+            found.add((str(file), stat.st_size, stat.st_mtime_ns))
+    return frozenset(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -113,6 +115,22 @@ def test_what_can_no_longer_be_read_is_shown_as_it_was(tmp_path: Path) -> None:
         live = words(get(f"{address}/live")[1])
     assert "no run folder at" in live
     assert "Every round (2)" in live
+
+
+def test_a_model_that_is_replaced_meanwhile_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, stat = write_run(tmp_path / "demo"), Path.stat
+    model = folder / "model"
+    model.mkdir()
+    source = Source(str(folder), b"")
+
+    def look(self: Path, **kwargs: Any) -> os.stat_result:
+        found = stat(self, **kwargs)
+        if self == model:
+            model.rmdir()
+        return found
+
+    monkeypatch.setattr(Path, "stat", look)
+    assert source.look().problems == ()
 
 
 def test_pages_only_read(tmp_path: Path) -> None:
