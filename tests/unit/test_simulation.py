@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.common.simulation import train_together
@@ -17,7 +20,17 @@ from tests.clocks import AT_ONCE, LONG
 from tests.processes import ROOT, Processes
 
 
-def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path) -> None:
+def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the disk is full for a moment."""
+    touch, is_full = Path.touch, [True]
+
+    def touch_if_there_is_space(self: Path) -> None:
+        if is_full:
+            is_full.clear()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        touch(self)
+
+    monkeypatch.setattr(Path, "touch", touch_if_there_is_space)
     path = ROOT / "configs" / "quickstart.yaml"
     runs = [load_run_file(path, [f"output={tmp_path}", f"diloco.island={island}"]) for island in range(2)]
 

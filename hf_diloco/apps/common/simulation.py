@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from hf_diloco.apps.common.base import BaseRun
@@ -65,7 +65,8 @@ def train_together(
             for run, thread in zip(runs, threads, strict=True):
                 folder = run.island_folder()
                 if thread.is_alive() and folder.is_dir():
-                    (folder / STOP_FILE).touch()
+                    with suppress(OSError):  # the disk is full: asks again, and meanwhile the others
+                        (folder / STOP_FILE).touch()
             all_ended.wait(_ASK_SECONDS)
 
     def stop() -> None:
