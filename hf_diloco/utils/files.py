@@ -17,11 +17,14 @@ from typing import Any
 
 from hf_diloco.errors import CheckpointError
 
+DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
 PROGRESS_FILE = "progress.json"
 STOP_FILE = "stop"
 SUMMARY_FILE = "summary.json"
-"""Files in an island's folder: its metrics, its progress, a request to stop, and the summary at the end."""
+"""Files in an island's folder: a hash of its training data, its metrics, its progress, a request to stop, and the
+summary at the end.
+"""
 
 _WRITE_FAILURE = re.compile(
     r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not"

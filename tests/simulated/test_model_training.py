@@ -225,6 +225,12 @@ def test_a_position_in_other_data_is_no_place_to_go_on_from(run_file: Path, else
     with pytest.raises(ConfigError) as caught:
         start(run_file, *more, "seed=7", "data.sequence_length=16")
     assert "a run with data.sequence_length=32, seed=42, here data.sequence_length=16, seed=7" in str(caught.value)
+    corpus = run_file.parent / "corpus-1.jsonl"
+    text = corpus.read_text()
+    corpus.write_text(text.partition("\n")[2])
+    with pytest.raises(ConfigError, match=r"data have changed under the same name .*island-0 began.*data\.json"):
+        start(run_file, *more)
+    corpus.write_text(text)
     assert start(run_file, *more) == 0
 
 

@@ -88,6 +88,17 @@ def test_finite_shares_lose_nothing_but_evaluation_and_tails(folder: Path) -> No
     assert whole - 20 < len(trained) < whole
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_that_was_edited_is_noticed(tmp_path: Path, streaming: bool) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for number, file in enumerate(files):
+        file.write_text("\n\n".join(name(number, document) for document in range(100)))
+    data = settings(tmp_path, files=list(map(str, files)), eval_files=[str(files[0])], streaming=streaming)
+    before = build_datasets(data, TOKENIZER, 0, 1).train_hash
+    files[1].write_text(files[1].read_text().replace(name(1, 50), "short"))
+    assert build_datasets(data, TOKENIZER, 0, 1).train_hash != before
+
+
 def test_same_gives_all_islands_everything(folder: Path) -> None:
     one, two = build(settings(folder, shares="same"), 2)
     assert documents_in(one.train) == documents_in(two.train)

@@ -129,6 +129,15 @@ def test_the_fingerprint_notices(values: dict[str, Any]) -> None:
     assert build(ImageDataBlock(**values)).eval_hash != build(ImageDataBlock()).eval_hash
 
 
+def test_training_examples_that_come_or_go_are_noticed(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path, "L", [(8, 8)] * 4)
+    data = ImageDataBlock(source="folder", path=str(folder))
+    before = build(data).train_hash
+    assert build(data, seed=1).train_hash == before
+    (folder / "train" / "left" / "3.png").unlink()
+    assert build(data).train_hash != before
+
+
 def test_the_seed_changes_shares_and_not_the_evaluation() -> None:
     one, other = (build(ImageDataBlock(), 0, 4, seed) for seed in (1, 2))
     assert one.eval_hash == other.eval_hash

@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from hf_diloco.apps.common.base import BaseRun
-from hf_diloco.apps.common.environment import STOPPED
+from hf_diloco.apps.common.environment import STOPPED, is_leader
 from hf_diloco.apps.common.hub import publish
 from hf_diloco.apps.common.model_card import Training, write_card
 from hf_diloco.apps.common.process import say
@@ -26,7 +26,7 @@ from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.report.island import summarise_island
 from hf_diloco.report.read import load_island
-from hf_diloco.utils.files import SUMMARY_FILE, read_json, try_write_json
+from hf_diloco.utils.files import DATA_FILE, SUMMARY_FILE, read_json, try_write_json
 from hf_diloco.utils.threads import outlive_gloo
 
 if TYPE_CHECKING:
@@ -97,6 +97,36 @@ def find_checkpoint(run: BaseRun, callback: AnyCallback) -> Path | None:
     if checkpoint := run.checkpoint_given():
         callback.check_checkpoint(checkpoint)
     return checkpoint
+
+
+def check_data(run: BaseRun, checkpoint: Path | None, data_hash: str, share: str = "") -> None:
+    """Refuses to resume in other training data than the checkpoint's; records the data of a new run.
+
+    Settings alone do not show that a file was replaced or edited.
+
+    Args:
+        run: the run file.
+        checkpoint: the checkpoint to resume from; None to start from scratch.
+        data_hash: hash of the training data; "" if unknown.
+        share: which share of the data the hash is of: hashes of different shares are not compared.
+
+    Raises:
+        ConfigError: the data have changed.
+    """
+    file = (checkpoint.parent if checkpoint else run.island_folder()) / DATA_FILE
+    saved = read_json(file) if checkpoint else {}
+    if data_hash and saved.get("share") == share and saved.get("hash") != data_hash:
+        raise ConfigError(
+            f"data: the training data have changed under the same name since the run in {file.parent} began: training "
+            "would go on at its position in other data, see some examples twice and others never; restore them, or "
+            "begin a new run under another name. To train its model on these data, begin that run with it as "
+            f"model.path (docs/checkpoints.md, On other data). To go on all the same, delete {file}"
+        )
+    problem = ""
+    if is_leader():
+        problem = try_write_json(run.island_folder() / DATA_FILE, {"share": share, "hash": data_hash})
+    if problem:
+        logger.warning("%s: a resumed run cannot notice that its training data have changed", problem)
 
 
 def train_on(

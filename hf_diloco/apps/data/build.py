@@ -9,7 +9,8 @@ import functools
 import hashlib
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,11 +39,14 @@ class Datasets(NamedTuple):
         train: this island's share; a `PackedStream` when streaming.
         evaluation: the evaluation blocks, equal on all islands.
         eval_hash: hash of the evaluation blocks, which the islands compare.
+        train_hash: hash of this island's share, or of the names and sizes of a stream's files; "" if they are
+            not on disk.
     """
 
     train: PackedDataset | PackedStream
     evaluation: TokenBlocks
     eval_hash: str
+    train_hash: str
 
 
 def sample_texts(data: DataBlock, max_megabytes: float) -> Iterator[str]:
@@ -75,7 +79,15 @@ def build_datasets(data: DataBlock, tokenizer: PreTrainedTokenizerBase, island: 
         blocks = _eval_blocks(alternate(evaluation), encoder, data) if evaluation else None
         build = _build_stream if data.streaming else _build_finite
         train, blocks = build(data, encoder, blocks, island, num_islands)
-    return Datasets(train, blocks, hashlib.sha256(blocks.blocks.tobytes()).hexdigest()[:16])
+    train_hash = _hash_of_files(data.files) if isinstance(train, PackedStream) else train.hash()
+    return Datasets(train, blocks, hashlib.sha256(blocks.blocks.tobytes()).hexdigest()[:16], train_hash)
+
+
+def _hash_of_files(files: Sequence[str]) -> str:
+    if not files or any("://" in file for file in files):
+        return ""
+    sizes = [(Path(file).name, Path(file).stat().st_size) for file in files]
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
 
 
 def _build_finite(

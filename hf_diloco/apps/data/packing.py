@@ -5,6 +5,7 @@ For masked language modelling (BERT, arXiv 1810.04805) a collator hides some of 
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Example = dict[str, torch.Tensor]
 
+NUM_HASHED = 256  # blocks in a dataset's hash
 NOT_PREDICTED = -100  # a label that the loss leaves out
 SHARE_OF_MASKS, SHARE_OF_RANDOM = 0.8, 0.1  # of the hidden tokens; the rest stays as it is
 
@@ -87,6 +89,13 @@ class PackedDataset(TorchDataset[Example]):
             parts.append(self.pieces[number][start - offset : stop - offset])
             start, number = self._ends[number], number + 1
         return example(np.concatenate(parts))
+
+    def hash(self) -> str:
+        """Returns a hash of the number of tokens and of up to `NUM_HASHED` blocks, spread evenly."""
+        hashed = hashlib.sha256(str(self.num_tokens).encode())
+        for index in np.linspace(0, len(self) - 1, min(NUM_HASHED, len(self))).astype(int):
+            hashed.update(self[int(index)]["input_ids"].numpy().tobytes())
+        return hashed.hexdigest()[:16]
 
 
 class TokenBlocks(TorchDataset[Example]):

@@ -14,7 +14,14 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from hf_diloco.apps.common.arguments import check_evaluation, check_model, training_arguments
 from hf_diloco.apps.common.environment import ENV_DEBUG
-from hf_diloco.apps.common.training import LONGEST_PREPARATION, Assembled, check_world, find_checkpoint, leader_first
+from hf_diloco.apps.common.training import (
+    LONGEST_PREPARATION,
+    Assembled,
+    check_data,
+    check_world,
+    find_checkpoint,
+    leader_first,
+)
 from hf_diloco.apps.data.build import Datasets, build_datasets
 from hf_diloco.apps.data.packing import Masking
 from hf_diloco.apps.data.stream import DataPositionCallback, PackedStream, read_position
@@ -80,6 +87,7 @@ def assemble(
         callback = make(config, fingerprint=facts, resume_from_checkpoint=given, stop_file=stop_file)
     progress.update(message="meeting the other islands" if run.diloco.num_islands > 1 else "starting")
     checkpoint = find_checkpoint(run, callback)
+    check_data(run, checkpoint, data.train_hash, f"{run.diloco.island} of {run.diloco.num_shares}")
     trainer = _trainer(run, model, args, tokenizer, data, callback, checkpoint, progress)
     if not speaks:
         trainer.remove_callback(PrinterCallback)

@@ -12,7 +12,14 @@ from torch.utils.data import Subset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_diloco.apps.common.arguments import check_evaluation, check_model, training_arguments
-from hf_diloco.apps.common.training import LONGEST_PREPARATION, Assembled, check_world, find_checkpoint, leader_first
+from hf_diloco.apps.common.training import (
+    LONGEST_PREPARATION,
+    Assembled,
+    check_data,
+    check_world,
+    find_checkpoint,
+    leader_first,
+)
 from hf_diloco.apps.vision.build import ImageData, build_images
 from hf_diloco.apps.vision.dataset import ImageDataset, collate
 from hf_diloco.apps.vision.model import build_model
@@ -68,6 +75,7 @@ def assemble(
     progress.update(message="meeting the other nodes" if config.num_nodes > 1 else "starting")
     optimizer = callback.make_optimizer(model, args)
     checkpoint = find_checkpoint(run, callback)
+    check_data(run, checkpoint, data.train_hash)
     files = RunFilesCallback(progress, lambda: 0, 0, examples_per_step(args), evaluates_at_end=False)
     trainer = Trainer(
         model=model,

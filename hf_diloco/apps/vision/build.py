@@ -56,6 +56,7 @@ class ImageData:
             `AutoImageProcessor.from_pretrained` loads it, also without torchvision.
         eval_hash: hash of evaluation pixels, labels, class names and normalisation, which the nodes compare.
         shares_hash: hash of all nodes' shares, which the nodes compare.
+        train_hash: hash of the classes of all training examples, in their order.
     """
 
     train: ImageDataset
@@ -68,6 +69,7 @@ class ImageData:
     processor: BaseImageProcessor
     eval_hash: str
     shares_hash: str
+    train_hash: str
 
 
 def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_nodes: int, seed: int) -> ImageData:
@@ -109,6 +111,7 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
         processor=processor,
         eval_hash=_hash(evaluation, source.evaluation.labels, source.label_names, normalization),
         shares_hash=hashlib.sha256(np.stack(shares).astype("<i8").tobytes()).hexdigest()[:16],
+        train_hash=_hash_of_labels(source.train.labels, source.label_names),
     )
 
 
@@ -130,6 +133,10 @@ def _hash(images: Images, labels: IntArray, names: list[str], normalization: Nor
     hashed.update(labels.astype("<i8").tobytes())
     hashed.update(sample_pixels(images, NUM_HASHED).numpy().tobytes())
     return hashed.hexdigest()[:16]
+
+
+def _hash_of_labels(labels: IntArray, names: list[str]) -> str:
+    return hashlib.sha256(repr(names).encode() + labels.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def assign_shares(
