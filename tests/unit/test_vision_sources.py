@@ -192,6 +192,16 @@ def test_wrong_hub_data(tmp_path: Path, values: dict[str, str], message: str) ->
         open_source(ImageDataBlock(source="hub", path=str(tmp_path), **values))
 
 
+def test_files_that_number_their_classes_differently_are_refused(tmp_path: Path) -> None:
+    """`datasets` would read the numbers of both with the names of the first."""
+    write_parquet(tmp_path, "train", [0, 1] * 5, ClassLabel(names=["cat", "dog"]))
+    write_parquet(tmp_path, "test", [0, 1], ClassLabel(names=["dog", "cat"]))
+    with pytest.raises(
+        ConfigError, match=r"test-\S+ numbers its classes as \['dog', 'cat'\], \S+train.*\['cat', 'dog'\]"
+    ):
+        open_source(ImageDataBlock(source="hub", path=str(tmp_path), eval_split="test"))
+
+
 def test_a_column_of_numbers_holds_no_images(tmp_path: Path) -> None:
     write_parquet(tmp_path, "train", [0, 1] * 5, Value("int64"))
     with pytest.raises(ConfigError, match=r"image_column: 'label' of .* holds no images"):

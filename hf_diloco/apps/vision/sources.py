@@ -148,10 +148,33 @@ def _open_folder(folder: Path) -> tuple[Pictures, Pictures | None, list[str]]:
 
 def _open_hub(data: ImageDataBlock) -> tuple[Pictures, Pictures | None, list[str]]:
     """Opens a dataset of the Hub, or a folder in the Hub's layout."""
+    if Path(str(data.path)).is_dir():
+        _check_class_names(data)
     train = _load_dataset(data, data.split)
     names = _label_names(train, data.label_column)
     evaluation = _pictures(_load_dataset(data, data.eval_split), names, data) if data.eval_split is not None else None
     return _pictures(train, names, data), evaluation, names
+
+
+def _check_class_names(data: ImageDataBlock) -> None:
+    """Refuses a folder of Parquet files that number their classes differently.
+
+    `datasets` reads all of them with the class names of the first, whatever the numbers mean in the others.
+    """
+    from datasets import ClassLabel, Features, load_dataset_builder
+    from pyarrow.parquet import read_schema
+
+    with loading("data.path", str(data.path), _ELSEWHERE):
+        by_split = load_dataset_builder(str(data.path), name=data.name).config.data_files or {}
+        paths = [path for files in by_split.values() for path in files if path.endswith(".parquet")]
+        features = {path: Features.from_arrow_schema(read_schema(path)).get(data.label_column) for path in paths}
+    names = {path: feature.names for path, feature in features.items() if isinstance(feature, ClassLabel)}
+    first = next(iter(names), "")
+    if other := next((path for path in names if names[path] != names[first]), None):
+        raise ConfigError(
+            f"data.label_column: {other} numbers its classes as {names[other]}, {first} as {names[first]}: write the "
+            "files again with the same ClassLabel names, in the same order"
+        )
 
 
 def find_dataset(data: ImageDataBlock) -> None:
