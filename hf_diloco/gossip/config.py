@@ -27,6 +27,9 @@ from hf_diloco.utils.settings import Block
 from hf_diloco.utils.text import nearest
 from hf_diloco.utils.urls import is_object_store, split_tcp_url
 
+_OF_TRAINING = {"weight_decay": "weight_decay", "lr": "learning_rate"}
+"""Arguments of every method that the Trainer sets."""
+
 
 def _list_graphs(schema: dict[str, Any]) -> None:
     from hf_diloco.methods.topology import GRAPHS, SUFFIXES
@@ -199,8 +202,11 @@ class GossipConfig(StrictModel):
     @field_validator("options")
     @classmethod
     def _check_options(cls, options: dict[str, Option]) -> dict[str, Option]:
-        if "weight_decay" in options:
-            raise ValueError("weight_decay has no effect here: set it in TrainingArguments (training.weight_decay)")
+        for name, place in _OF_TRAINING.items():
+            if name in options:
+                raise ValueError(f"{name} has no effect here: set it in TrainingArguments (training.{place})")
+        if own := next((name for name in options if name in cls.model_fields), None):
+            raise ValueError(f"{own} is a setting of its own: write {own}: {options[own]} beside options")
         return options
 
     @field_validator("rendezvous")

@@ -58,7 +58,15 @@ def check_gossip(config: GossipConfig) -> Topology:
     topology = make_topology(config.topology, config.num_nodes, config.topology_seed)
     parameter = torch.nn.Parameter(torch.zeros(1))
     node = MemoryGraph(topology).node(config.node)
-    optimizer = make_optimizer(config.method, [parameter], node, 0.1, slowmo=config.slowmo, **config.method_settings)
+    try:
+        optimizer = make_optimizer(
+            config.method, [parameter], node, 0.1, slowmo=config.slowmo, **config.method_settings
+        )
+    except ConfigError as error:
+        said = str(error)
+        if any(said.startswith((f"{name}:", f"{name}=")) for name in config.options):
+            raise ConfigError(f"options.{said}") from None
+        raise
     if config.payload != "fp32":
         _check_payload(config.payload, topology, optimizer)
     return topology

@@ -344,6 +344,9 @@ def test_the_learning_rate_drops_at_steps(tmp_path: Path) -> None:
         ("gossip.momentum=1", "less than 1"),
         ("gossip.methods=dsgd", "did you mean method"),
         ("data.source=idx", "path is missing"),
+        ("gossip.options={momentum: 0.5}", "momentum is a setting of its own: write momentum: 0.5 beside options"),
+        ("gossip.options={slowmo: 1}", "slowmo is a setting of its own"),
+        ("gossip.options={lr: 1}", r"lr has no effect here: .*training\.learning_rate"),
     ],
 )
 def test_wrong_settings_are_refused_when_read(override: str, message: str, tmp_path: Path) -> None:
@@ -357,7 +360,9 @@ def test_wrong_settings_are_refused_when_read(override: str, message: str, tmp_p
         (["gossip.method=decentlamb"], "did you mean decentlam"),
         (["gossip.topology=rings"], "did you mean ring"),
         (["gossip.method=dsgd", "gossip.momentum=0.9"], "null leaves out what a run file sets"),
-        (["gossip.options={omega: 1}"], "no such setting"),
+        (["gossip.options={omega: 1}"], "options.omega: .* no such setting"),
+        (["gossip.options={params: 1}"], "options.params: .* no such setting"),
+        (["gossip.method=momentum-consensus", "gossip.options={omega: 2}"], "options.omega=2: give a share"),
         (["gossip.topology=exponential", "gossip.num_nodes=8"], "qg-dmsgd|QG-DmSGD"),
         (["gossip.topology=hypercube"], "3"),
     ],

@@ -223,6 +223,7 @@ WRONG = {
     "a glob of a name": (MINIMAL, ["data.files=*x"], "alias 'x': a text that begins with * needs quotes, as '*.txt'"),
     "a list": ("- training\n", [], "expected `key: value` lines"),
     "an empty document": ("---\n", [], "run.yaml: is empty; a run file needs at least"),
+    "a sample without end": (MINIMAL + "sample: {num_tokens: 1000000000}\n", [], "less than or equal to 100000, got"),
     "not a block": (MINIMAL + "sample: The\n", [], "sample: expected a block of `key: value` lines (num_tokens, pro"),
     "a block without settings": (MINIMAL + "launch:\n", [], "got None; give it some, or leave it out"),
     "not the block of islands": (MINIMAL + "diloco: 3\n", [], "line 2: diloco: expected a block of `key: value`"),

@@ -38,6 +38,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"adam_beta2": 1.0}, "should be less than 1, got 1.0"),
     ({"dataloader_num_workers": 100000}, "dataloader_num_workers: input should be less than or equal to 1024, got"),
     ({"accelerator_config": "x"}, "training.accelerator_config: no file 'x'; give a JSON file of Accelerate's"),
+    ({"gradient_accumulation_steps": 2**40}, "gradient_accumulation_steps: input should be less than or equal to"),
+    ({"include_num_input_tokens_seen": "x"}, "seen: 'x' is not one of all, non_padding, no"),
     ({"learning_rate": "x", "bf16": 1}, "'x'; training.bf16"),
 ]
 
@@ -111,6 +113,12 @@ def test_what_transformers_refuses_becomes_a_config_error(tmp_path: Path) -> Non
     overrides = [f"output={tmp_path}", "deepspeed=null", "training.logging_steps=1.5"]
     with pytest.raises(ConfigError, match="training: --logging_steps must be an integer"):
         training_arguments(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides))
+
+
+def test_a_process_without_a_launcher_has_no_process_group(tmp_path: Path) -> None:
+    """Islands of one rank and of several share a run file."""
+    overrides = [f"output={tmp_path}", "deepspeed=null", "training.ddp_backend=gloo", "launch.use_cpu=true"]
+    assert training_arguments(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides)).ddp_backend is None
 
 
 def test_zero_3_is_told_to_save_whole_models(tmp_path: Path) -> None:

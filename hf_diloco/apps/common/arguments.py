@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TOO_LARGE = 2**63
 _POSITIVE = (
-    *("learning_rate", "gradient_accumulation_steps"),
+    "learning_rate",
     *("logging_steps", "save_steps", "eval_steps", "save_total_limit", "eval_accumulation_steps"),
     *("dataloader_prefetch_factor", "max_steps", "ddp_timeout"),
 )
@@ -38,11 +38,17 @@ _NOT_NEGATIVE = (
 _RANGES: dict[str, Any] = {
     **dict.fromkeys(_POSITIVE, Field(gt=0, lt=_TOO_LARGE)),
     **dict.fromkeys(_NOT_NEGATIVE, Field(ge=0, lt=_TOO_LARGE)),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), Field(gt=0, le=2**20)),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        Field(gt=0, le=2**20),
+    ),
     "ddp_bucket_cap_mb": Field(gt=0, lt=2**40),
     "dataloader_num_workers": Field(ge=0, le=1024),  # each a process
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Field(ge=0, lt=1)),
 }
+_WORDS = {"include_num_input_tokens_seen": ["all", "non_padding", "no"]}
+"""Values of settings for which transformers takes any text."""
+
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # some optimizers take these instead of parameters
@@ -90,6 +96,7 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
         "dataloader_pin_memory": not use_cpu,
         "run_name": f"{run.name}-island-{run.meeting.island}",
         **{name: value for name, value in run.training.items() if (name, value) != ("report_to", None)},
+        **({} if "LOCAL_RANK" in os.environ else {"ddp_backend": None}),  # without a launcher there is no group
         "output_dir": str(run.island_folder()),
         "seed": run.seed,
         "use_cpu": use_cpu,
@@ -262,6 +269,7 @@ def _problem(key: str, value: Any, known: set[str], types: dict[str, Any]) -> st
         return f"{name}: no file {value!r}; give a JSON file of Accelerate's settings, or a block of them"
     kinds = [kind for kind in get_args(types[key]) if isinstance(kind, type) and issubclass(kind, Enum)]
     names = [str(one.value) for kind in kinds for one in kind]
+    names += _WORDS.get(key, [])
     if names and isinstance(value, str) and value not in names:
         return f"{name}: {value!r} is not one of {', '.join(names)}{nearest(value, names)}"
     kind: Any = Annotated[types[key], _RANGES[key]] if key in _RANGES else types[key]

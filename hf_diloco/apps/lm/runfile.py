@@ -18,7 +18,7 @@ from hf_diloco.apps.common.paths import NamedFiles, get_at
 from hf_diloco.apps.common.yaml_file import KeyPath
 from hf_diloco.apps.data.sources import DataBlock, read_first
 from hf_diloco.config import checks as config_checks
-from hf_diloco.config.base import Count, describe, is_given
+from hf_diloco.config.base import describe, is_given
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.optimizers import OptimizerBlock
@@ -80,7 +80,7 @@ class SampleBlock(Block):
     """Text that the trained model writes at the end."""
 
     prompt: str = Field("The", min_length=1, description="text that the model continues")
-    num_tokens: Count = Field(40, description="tokens to write")
+    num_tokens: int = Field(40, ge=1, le=100_000, description="tokens to write")
 
 
 class DiLoCoBlock(DiLoCoConfig):

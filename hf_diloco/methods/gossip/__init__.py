@@ -51,6 +51,7 @@ def make_optimizer(
     name: str,
     params: ParamsT,
     neighbours: Neighbours,
+    /,
     lr: float,
     *,
     slowmo: SlowMoSettings | None = None,
