@@ -422,7 +422,9 @@ def test_the_way_to_another_machine(longest: float, monkeypatch: pytest.MonkeyPa
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(100) == b"", "who speaks something else is let go"
-        (found,) = network.check_peer("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port)) as slow:
+            slow.sendall(network.MAGIC[:1])  # it keeps nobody out
+            (found,) = network.check_peer("127.0.0.1", port)
         listener.interrupt()
         listener.wait(60, expect=0)
     assert found.level == "ok"

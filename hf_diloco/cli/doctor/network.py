@@ -1,7 +1,7 @@
 """Checks of the network: host name, interfaces and ports; latency and bandwidth to a peer or the store.
 
-Both machines run `hf-diloco doctor` to measure the link between them. The one with `--listen` answers one client at a
-time. A request is 13 bytes: a magic word, one letter, and a number of bytes N. E: answer with one byte. S: N bytes
+Both machines run `hf-diloco doctor` to measure the link between them. The one with `--listen` answers all clients at
+once. A request is 13 bytes: a magic word, one letter, and a number of bytes N. E: answer with one byte. S: N bytes
 follow, then answer with one byte. R: send N bytes. The bytes have no meaning and are dropped.
 """
 
@@ -14,6 +14,7 @@ import os
 import socket
 import statistics
 import struct
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ _GLOO = "GLOO_SOCKET_IFNAME"
 
 MAGIC = b"hfdoctr1"
 MOST_BYTES = 1 << 30
+NUM_CLIENTS = 64
 _REQUEST = struct.Struct("<8scI")
 _BLOCK = bytes(1 << 16)
 _TIMEOUT = 20.0
@@ -146,13 +148,22 @@ def split_peer(text: str) -> tuple[str, int]:
 
 
 def serve(listener: socket.socket) -> None:
-    """Answers clients one at a time, until the process ends."""
+    """Answers up to `NUM_CLIENTS` clients at once, until the process ends: a slow one keeps no others out."""
+    free = threading.Semaphore(NUM_CLIENTS)
+
+    def answer(client: socket.socket) -> None:
+        try:
+            with client, contextlib.suppress(OSError, ValueError):
+                client.settimeout(_TIMEOUT)
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _answer(client)
+        finally:
+            free.release()
+
     while True:
         client, _ = listener.accept()
-        with client, contextlib.suppress(OSError, ValueError):
-            client.settimeout(_TIMEOUT)
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _answer(client)
+        free.acquire()
+        threading.Thread(target=answer, args=[client], name="hf-diloco-doctor", daemon=True).start()
 
 
 def _answer(client: socket.socket) -> None:
