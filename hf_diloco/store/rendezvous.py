@@ -104,35 +104,35 @@ def refuse_public(address: str, port: int, config: Place) -> None:
         raise RendezvousError(f"{address}: {error}") from None
     if not config.allow_public_address and is_public(numeric):
         raise RendezvousError(
-            f"{address} ({numeric}) is a public address, and traffic between islands is neither encrypted nor "
+            f"{address} ({numeric}) is a public address, and traffic between machines is neither encrypted nor "
             "authenticated without a key; with one, strangers who reach a port can still end a process: join the "
             "machines by a VPN and use its addresses (docs/security.md has a recipe), or meet in an object store. "
             "Where a firewall lets nobody else in, set allow_public_address: true"
         )
 
 
-def listen(host: str, port: int, config: Place) -> socket.socket:
+def listen(host: str, port: int, config: Place, unit: str) -> socket.socket:
     """Opens the port only on HOST's own address, not on every interface of the machine."""
     address = config.bind_address or host
     try:
         family, numeric = _resolve(address, port)
         return socket.create_server((numeric, port), family=family, backlog=2048)
     except OSError as error:
-        raise RendezvousError(_listen_problem(address, port, error)) from None
+        raise RendezvousError(_listen_problem(address, port, error, unit)) from None
 
 
-def _listen_problem(address: str, port: int, error: OSError) -> str:
+def _listen_problem(address: str, port: int, error: OSError, unit: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {port} on {address} is in use: another program has it, or island 0 of this run is running already. "
-            "End that, or choose another port for all islands (rendezvous)"
+            f"port {port} on {address} is in use: another program has it, or {unit} 0 of this run is running already. "
+            f"End that, or choose another port for all {unit}s (rendezvous)"
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return (
-            f"{address} is not an address of this machine, but island 0 keeps the rendezvous: start island 0 on "
+            f"{address} is not an address of this machine, but {unit} 0 keeps the rendezvous: start {unit} 0 on "
             "that machine, or, behind NAT, set bind_address to this machine's own address"
         )
-    return f"cannot open the rendezvous at {address}:{port}: {error}. Check the rendezvous setting of island 0"
+    return f"cannot open the rendezvous at {address}:{port}: {error}. Check the rendezvous setting of {unit} 0"
 
 
 def local_address(host: str, port: int) -> str:
@@ -161,7 +161,7 @@ def address_towards(rendezvous: str) -> str:
 
 
 def find_store(config: Place, notes: WaitNotes) -> None:
-    """Retries until island 0 accepts a connection, also while the name service is temporarily unavailable.
+    """Retries until island 0, or node 0, accepts a connection, also while the name service is temporarily unavailable.
 
     Raises:
         RendezvousError: nobody answers within `join_timeout`, or traffic would cross a public network.
@@ -182,7 +182,8 @@ def find_store(config: Place, notes: WaitNotes) -> None:
             if is_over:
                 raise RendezvousError(
                     f"nobody answers at {config.rendezvous} after {config.join_timeout:g} s (join_timeout): "
-                    f"{error.strerror or error}. Is island 0 running there, and does its firewall let this machine in?"
+                    f"{error.strerror or error}. Is {notes.unit} 0 running there, and does its firewall let this "
+                    "machine in?"
                 ) from None
             wait.look([0], str(error.strerror or error))
         time.sleep(_RETRY_SECONDS)
@@ -194,19 +195,20 @@ class StoreHost:
     Args:
         folder: holds the store's objects; a host that restarts with it resumes from them. Default: in memory, lost
             when this host ends.
+        unit: "island" or "node", for messages.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, the folder cannot be written or is served by
             another process, or traffic would cross a public network.
     """
 
-    def __init__(self, config: Place, folder: Path | None = None) -> None:
+    def __init__(self, config: Place, folder: Path | None = None, unit: str = "island") -> None:
         from hf_diloco.store.server import StoreServer
         from hf_diloco.store.serving import Serving
 
         host, port = _checked(config)
         raise_file_limit()
-        listener = listen(host, port, config)
+        listener = listen(host, port, config, unit)
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)

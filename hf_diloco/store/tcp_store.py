@@ -95,7 +95,7 @@ def meet(
             from the run's.
     """
     assert config.rendezvous is not None
-    host = StoreHost(config) if is_host else None
+    host = StoreHost(config, unit=notes.unit) if is_host else None
     try:
         if host is None:
             find_store(config, notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,24 @@ def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch:
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     assert all(record.levelno == logging.WARNING for record in caplog.records)
     return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("unit", ["island", "node"])
+def test_islands_and_nodes_that_find_nobody_or_no_place_are_told_in_their_terms(unit: str) -> None:
+    port = find_free_port()
+
+    def try_to_meet(host: str, is_host: bool) -> str:
+        config = DiLoCoConfig(num_islands=2, island=1, rendezvous=f"tcp://{host}:{port}", join_timeout=0.1)
+        with pytest.raises(RendezvousError) as caught:
+            meet(config, Credentials(), is_host, f"{unit} 1", {}, 1.0, WaitNotes(1, unit))
+        return str(caught.value)
+
+    assert f"Is {unit} 0 running there" in try_to_meet("127.0.0.1", False)
+    assert f"{unit} 0 keeps the rendezvous: start {unit} 0 on" in try_to_meet("192.0.2.1", True)
+    with socket.create_server(("127.0.0.1", port)):
+        told = try_to_meet("127.0.0.1", True)
+    assert f"or {unit} 0 of this run is running already" in told
+    assert f"another port for all {unit}s" in told
 
 
 def test_talking_over_a_network_without_authentication_is_told(caplog: pytest.LogCaptureFixture) -> None:
