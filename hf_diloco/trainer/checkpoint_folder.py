@@ -75,7 +75,7 @@ class CheckpointFolder:
         """Returns the path of a step's checkpoint."""
         return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
-    def begin(self, checkpoint: Path, write: Callable[[list[str]], object]) -> bool:
+    def begin(self, checkpoint: Path, write: Callable[[list[str]], object]) -> str:
         """Writes the Trainer's or Accelerator's part of a checkpoint, replacing an earlier one of the same step.
 
         Args:
@@ -83,7 +83,8 @@ class CheckpointFolder:
             write: writes the part, and appends this rank's write failures to its argument.
 
         Returns:
-            Whether all ranks succeeded. If not, the failure has been logged.
+            Why a rank could not write, the same on all ranks, and nothing is left of the checkpoint; "" if all wrote.
+            Give it to `complete`.
 
         Raises:
             CheckpointError: `write` raised another error on another rank, which the message names.
@@ -101,9 +102,11 @@ class CheckpointFolder:
             if one["error"]:
                 raise CheckpointError(f"{checkpoint} is not whole: rank {rank} failed to write it ({one['error']})")
         met = [failure for one in said for failure in one["failures"]]
-        if met:
-            self._abandon(checkpoint, f"{checkpoint} cannot be written ({met[0]})")
-        return not met
+        if not met:
+            return ""
+        remove(checkpoint)
+        self._ranks.barrier()  # callbacks must not see it any more
+        return f"{checkpoint} cannot be written ({met[0]})"
 
     def _set_aside(self, checkpoint: Path) -> None:
         """Sets a checkpoint of this step aside until the new one is complete; deletes it if it is unfinished."""
@@ -117,9 +120,14 @@ class CheckpointFolder:
         self._ranks.barrier()
 
     def complete(
-        self, checkpoint: Path, write: Callable[[Path], object], limit: int, best: Collection[Path] = ()
+        self,
+        checkpoint: Path,
+        write: Callable[[Path], object],
+        limit: int,
+        best: Collection[Path] = (),
+        failure: str = "",
     ) -> bool:
-        """Completes a checkpoint, then deletes old ones.
+        """Completes a checkpoint, then deletes old ones; or logs that it could not be written.
 
         Args:
             checkpoint: the newest checkpoint.
@@ -127,10 +135,15 @@ class CheckpointFolder:
                 `CheckpointError` on all ranks if one rank fails.
             limit: how many complete checkpoints to keep; 0 keeps all.
             best: checkpoints to keep in any case.
+            failure: what `begin` returned. An earlier checkpoint of the step is put back only here: callbacks that
+                add files to this one must not find it.
 
         Returns:
             Whether the checkpoint is complete. If not, the failure has been logged.
         """
+        if failure:
+            self._abandon(checkpoint, failure)
+            return False
         self._ranks.barrier()  # or other callbacks of some rank may still write what belongs to it
         try:
             write(checkpoint)

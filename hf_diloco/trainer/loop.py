@@ -329,9 +329,8 @@ class OuterLoop(HasOuterWeights):
             raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")
         self._drain("save_checkpoint")
         checkpoint = self._checkpoints.path(self.global_step)
-        is_whole = self._checkpoints.begin(
-            checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write)
-        ) and self._checkpoints.complete(checkpoint, self._write_outer, limit)
+        failure = self._checkpoints.begin(checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write))
+        is_whole = self._checkpoints.complete(checkpoint, self._write_outer, limit, failure=failure)
         self._note_saved(checkpoint if is_whole else None)
         return checkpoint if is_whole else None
 

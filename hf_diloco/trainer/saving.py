@@ -55,7 +55,7 @@ class Saving:
         )
         self._trainer = trainer
         self._limit = max(args.save_total_limit or 0, 0)  # the Trainer takes 0 and less as none
-        self._has_failed = False  # whether the Trainer's part of the current checkpoint failed
+        self._failure = ""  # why the Trainer's part of the current checkpoint failed
         replacing.enter_context(replaced(args, "save_total_limit", None))
         if trainer is not None:
             self._save = trainer._save_checkpoint
@@ -71,11 +71,10 @@ class Saving:
         Returns:
             Whether the checkpoint is complete. If not, the failure has been logged.
         """
-        if self._has_failed:
-            self._has_failed = False
-            return False
         best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
-        return self._checkpoints.complete(self._checkpoints.path(state.global_step), write, self._limit, best)
+        checkpoint, failure = self._checkpoints.path(state.global_step), self._failure
+        self._failure = ""
+        return self._checkpoints.complete(checkpoint, write, self._limit, best, failure)
 
     def _try_save(self, *args: Any, **kwargs: Any) -> None:
         """Runs the Trainer's save. A rank that cannot write runs all other steps, so that no rank waits for it."""
@@ -87,7 +86,7 @@ class Saving:
                 self._save(*args, **kwargs)
 
         checkpoint = self._checkpoints.path(trainer.state.global_step)
-        self._has_failed = not self._checkpoints.begin(checkpoint, write)
+        self._failure = self._checkpoints.begin(checkpoint, write)
 
 
 @contextmanager

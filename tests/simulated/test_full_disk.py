@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import OuterPart, complete_checkpoints, read_index, save_outer
+from hf_diloco.trainer.frames import move_before_trackers
 from hf_diloco.trainer.progress import Progress
 from hf_diloco.trainer.record import Record
 from hf_diloco.utils.files import is_write_failure, write_whole
@@ -50,6 +50,21 @@ class FullDisk(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stack.close()
+
+
+class Notes(TrainerCallback):
+    """Writes a file into every checkpoint that is there, before the callback that completes it; or fails to."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        move_before_trackers(self)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if checkpoint.is_dir():
+            (checkpoint / "notes.txt").write_text(self._text)
 
 
 def train(folder: Path, *callbacks: TrainerCallback, resume: Path | None = None, **arguments: Any) -> Trainer:
@@ -103,14 +118,19 @@ def test_with_one_checkpoint_allowed_the_older_one_stays(tmp_path: Path) -> None
     assert trainer.args.save_total_limit == 1
 
 
-def test_the_checkpoint_of_a_step_is_not_lost_to_one_that_fails(
-    undisturbed: tuple[Path, torch.Tensor], tmp_path: Path
-) -> None:
-    """A run that goes on from step 2 cannot write step 4 again."""
-    run = Path(shutil.copytree(undisturbed[0], tmp_path / "run"))
-    train(run, DiLoCoCallback(sync_every=3), FullDisk({FULL_AT: 20_000}), resume=run / "checkpoint-2")
-    assert steps(run) == [2, 4, 6]
-    assert not list(run.glob("replaced-*"))
+def test_the_checkpoint_of_a_step_is_not_lost_to_one_that_fails(tmp_path: Path) -> None:
+    """A run that goes on from step 2 cannot write step 4 again; other callbacks do not change the one that stays."""
+    train(tmp_path, DiLoCoCallback(sync_every=3), Notes("the first time"))
+    train(
+        tmp_path,
+        DiLoCoCallback(sync_every=3),
+        FullDisk({FULL_AT: 20_000}),
+        Notes("again"),
+        resume=tmp_path / "checkpoint-2",
+    )
+    assert steps(tmp_path) == [2, 4, 6]
+    assert (tmp_path / "checkpoint-4" / "notes.txt").read_text() == "the first time"
+    assert not list(tmp_path.glob("replaced-*"))
 
 
 def test_a_plain_run_goes_on_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
