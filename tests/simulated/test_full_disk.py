@@ -6,6 +6,7 @@ The limit on the size of a file stands for the disk's end: it stops Python, torc
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -20,6 +21,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_diloco import DiLoCoCallback
+from hf_diloco.apps.common.process import _Output
 from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
@@ -248,6 +250,21 @@ def test_two_containers_replace_a_file_at_the_same_time(tmp_path: Path, monkeypa
     write_whole(path, "one's")
     assert (replaced, path.read_text()) == (["the other's"], "one's")
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE])
+def test_output_that_a_disk_does_not_take_is_dropped(code: int) -> None:
+    """A file system is made read-only when it meets an error: the next line of the log ended training."""
+
+    class Failing(io.FileIO):
+        def write(self, data: Any) -> int:
+            raise OSError(code, os.strerror(code))
+
+    class Output(_Output, Failing):
+        pass
+
+    with Output(os.devnull, "w") as output:
+        assert output.write(b"line") == 4
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,9 @@ R = TypeVar("R", bound=BaseRun)
 
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers")
 
+_DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+"""Full; failing; made read-only by the system after an error; or a file that a server of NFS has lost."""
+
 
 class _Output(io.FileIO):
     """Standard output that drops text instead of raising if the disk it is redirected to is full or fails."""
@@ -41,7 +44,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            if error.errno not in _DISK_FAILURES:
                 raise
             return len(data)
 
