@@ -170,13 +170,23 @@ class TestFiles:
         for streaming in (False, True):
             assert list(texts(open_files(files, streaming=streaming))) == ["one", "two"]
 
-    def test_a_full_cache_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("code", "path", "remedy"),
+        [
+            (errno.ENOSPC, "/the/cache/text", "make room there"),
+            (errno.EROFS, "/the/cache/text", "see to its permissions"),
+            (errno.EACCES, "/the", "see to its permissions"),
+        ],
+    )
+    def test_a_cache_that_takes_no_more_is_named(
+        self, code: int, path: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "/the/cache")
         with (
-            pytest.raises(ConfigError, match=r"No space left.*goes to /the/cache: make room there"),
+            pytest.raises(ConfigError, match=rf"{os.strerror(code)}.*goes to /the/cache: {remedy}"),
             reading(DataBlock()),
         ):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code), path)
 
     def test_other_columns(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text(

@@ -266,11 +266,20 @@ def _unreadable(where: str, error: Exception, remedy: str) -> ConfigError:
     said = one_line(reason)
     if "zstd not supported" in said:
         remedy = "; run `pip install zstandard`"
-    if isinstance(reason, OSError) and reason.errno == errno.ENOSPC:
+    if isinstance(reason, OSError):
         from datasets.config import HF_DATASETS_CACHE
 
-        remedy = f"; the copy that is read goes to {HF_DATASETS_CACHE}: make room there, or set HF_DATASETS_CACHE"
+        goes_to = f"; the copy that is read goes to {HF_DATASETS_CACHE}: "
+        if reason.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"{goes_to}make room there, or set HF_DATASETS_CACHE"
+        elif reason.filename and _is_along(Path(str(reason.filename)), Path(HF_DATASETS_CACHE)):
+            remedy = f"{goes_to}see to its permissions, or set HF_DATASETS_CACHE to a folder that can be written to"
     return ConfigError(f"data: cannot read {where}: {type(reason).__name__}: {said}{remedy}")
+
+
+def _is_along(path: Path, folder: Path) -> bool:
+    """Whether a path is in a folder, or one of those that contain it and may have to be made first."""
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
 def _is_text(value: Any) -> bool:
