@@ -24,7 +24,7 @@ def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
         UnsupportedError: the outer loop does not support this pair; the message gives the reason and the remedy.
     """
     from hf_diloco.inner.fsdp2 import Fsdp2Shards, is_fsdp2, refuse_unsharded
-    from hf_diloco.inner.zero import is_deepspeed, open_deepspeed, refuse_split_models
+    from hf_diloco.inner.zero import is_deepspeed, open_deepspeed, refuse_left_out, refuse_split_models
 
     is_sharded = is_fsdp2(model)
     _refuse_unreadable(model, is_sharded)
@@ -37,6 +37,7 @@ def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
         shards = open_deepspeed(model, inner)
     else:
         refuse_unsharded(num_ranks)
+        refuse_left_out(num_ranks)
         shards = PlainShards(model, "DDP" if num_ranks > 1 else "plain", inner)
     if not shards.num_parameters:
         raise UnsupportedError("the model has no trainable parameter: nothing to synchronise")

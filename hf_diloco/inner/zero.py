@@ -11,6 +11,7 @@ Checked against DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import DistributedType, PartialState
 from torch import nn
 
 from hf_diloco.errors import UnsupportedError
@@ -53,6 +55,23 @@ def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
         f"DeepSpeed's {type(optimizer).__name__} keeps its master weights in a way that this package does not know; "
         "use ZeRO stage 0, 1, 2 or 3 with AdamW or another torch optimizer"
     )
+
+
+def refuse_left_out(num_ranks: int) -> None:
+    """Raises `UnsupportedError` if DeepSpeed was requested, but Accelerate left it out.
+
+    Args:
+        num_ranks: ranks of the island; a single one has nothing to shard.
+    """
+    requested = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true")
+    in_use = PartialState._shared_state.get("distributed_type") is DistributedType.DEEPSPEED
+    if num_ranks > 1 and requested and not in_use:
+        raise UnsupportedError(
+            "DeepSpeed was asked for (deepspeed of TrainingArguments, Accelerate's plugin, or "
+            "ACCELERATE_USE_DEEPSPEED), but the model trains without it: Accelerator(cpu=True) and ACCELERATE_USE_CPU "
+            "leave it out without a word. Unset ACCELERATE_USE_CPU; in a loop of your own call "
+            "accelerate.PartialState(cpu=True), then Accelerator() without cpu"
+        )
 
 
 class _DeepSpeedShards(Shards):

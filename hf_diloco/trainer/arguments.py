@@ -48,7 +48,7 @@ def check_arguments(
 
     Raises:
         ConfigError: a setting of `REFUSALS` is used (the message names all); or `weight_by` is "tokens", but the
-            Trainer does not count tokens.
+            Trainer does not count tokens; or ranks would train apart.
     """
     given: dict[str, object] = {"hyperparameter_search": is_search}
     for setting, made, is_refused in (
@@ -59,6 +59,7 @@ def check_arguments(
             given[setting] = type(made).__name__
     refuse({**vars(args), **_of_callbacks(callbacks), **given}, "islands")
     refuse_uncounted(config.weight_by, args.include_num_input_tokens_seen)
+    check_ranks(args.world_size)
     warn_of_ignored(args.deepspeed_plugin)
 
 
@@ -76,6 +77,25 @@ def check_launched() -> None:
         )
 
 
+def check_ranks(num_ranks: int) -> None:
+    """Checks that the Trainer or Accelerator trains with all ranks of `torch.distributed`, not each rank by itself.
+
+    Args:
+        num_ranks: the ranks that it counts.
+
+    Raises:
+        ConfigError: there are others.
+    """
+    started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_ranks != started:
+        raise ConfigError(
+            f"torch.distributed has {started} ranks, and Accelerate counts {num_ranks}: each rank would read the same "
+            "data, and without DeepSpeed train by itself. On a machine without accelerators set use_cpu=True in "
+            "TrainingArguments; in a loop of your own Accelerator(cpu=True), or with DeepSpeed call "
+            "accelerate.PartialState(cpu=True) before making the Accelerator"
+        )
+
+
 def check_gossip_arguments(
     args: TrainingArguments, payload: str = "fp32", callbacks: Iterable[TrainerCallback] = ()
 ) -> None:
@@ -88,9 +108,10 @@ def check_gossip_arguments(
 
     Raises:
         ConfigError: a setting of `REFUSALS` is used (the message names all); or the payload is not fp32, and nodes
-            might save after different steps.
+            might save after different steps; or ranks would train apart.
     """
     refuse({**vars(args), **_of_callbacks(callbacks)}, "nodes")
+    check_ranks(args.world_size)
     if payload != "fp32" and args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
         raise ConfigError(
             f"save_strategy={SaveStrategy(args.save_strategy).value} with payload={payload}: all nodes must save "
@@ -255,6 +276,7 @@ def check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
         )
     remedy = "give both as one call of accelerator.prepare(model, optimizer) returned them"
     refuse_foreign_optimizer(model, optimizer, remedy)
+    check_ranks(accelerator.num_processes)
     warn_of_ignored(accelerator.state.deepspeed_plugin)
 
 

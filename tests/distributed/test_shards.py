@@ -33,6 +33,7 @@ REFUSED = {
     "fsdp2 on meta": "parameter 0.weight has no data .*: load the model before training",
     "fsdp2 after the optimizer": "no optimizer on this island trains 0.weight: make the optimizer after fully_shard",
     "fsdp2 left out": "FSDP was asked for .*, but the model is not sharded: Accelerate leaves FSDP out on CPU",
+    "deepspeed left out": "DeepSpeed was asked for .*, but the model trains without it: .* call accelerate.PartialSt",
     "fsdp1": "module FullyShardedDataParallel is sharded by FSDP1.*: use FSDP2",
     "fsdp1 flat": "module FullyShardedDataParallel is sharded by FSDP1.*: use FSDP2",
     "dtensors": "parameter 0.weight is sharded by .*DTensor.*: use FSDP2, DDP or DeepSpeed ZeRO inside",

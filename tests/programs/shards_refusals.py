@@ -23,7 +23,7 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -74,7 +74,8 @@ def attempt(make: Callable[[], Made], island: IslandGroup) -> str:
         except (UnsupportedError, CheckpointError) as error:
             return f"refused: {error}"
         finally:
-            os.environ.pop("ACCELERATE_USE_FSDP", None)  # which Accelerate sets
+            for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # which Accelerate sets
+                os.environ.pop(name, None)
     return "opened" + "".join(f"; warned: {item.message}" for item in warned if "hf_diloco" in str(item.message))
 
 
@@ -232,6 +233,14 @@ def fsdp2_left_out() -> Made:
     return accelerator.unwrap_model(model), optimizer
 
 
+def deepspeed_left_out() -> Made:
+    """What Accelerate hands on where DeepSpeed was asked for, with `cpu=True`."""
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    model = small_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return accelerator.unwrap_model(model), optimizer
+
+
 def dtensors() -> Made:
     model = distribute_module(small_model(), init_device_mesh("cpu", (2,)))
     return model, torch.optim.AdamW(model.parameters())
@@ -343,6 +352,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "fsdp2 on meta": fsdp2_on_meta,
     "fsdp2 after the optimizer": fsdp2_after_the_optimizer,
     "fsdp2 left out": fsdp2_left_out,
+    "deepspeed left out": deepspeed_left_out,
     "dtensors": dtensors,
     "fsdp1": lambda: fsdp1(use_orig_params=True),
     "fsdp1 flat": lambda: fsdp1(use_orig_params=False),

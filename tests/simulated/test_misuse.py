@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, GossipConfig, OuterLoop
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError, UnsupportedError
-from hf_diloco.trainer.arguments import check_arguments
+from hf_diloco.trainer.arguments import check_arguments, check_gossip_arguments
 from hf_diloco.trainer.refusals import REFUSALS
 from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model
@@ -293,6 +294,17 @@ def test_a_loop_refuses_schedule_free_optimizers(tmp_path: Path) -> None:
     loop = OuterLoop(accelerator, model, optimizer, output_dir=tmp_path)
     with pytest.raises(ConfigError, match="optim='ScheduleFreeSGD' cannot be used"), loop:
         pass
+
+
+def test_ranks_that_accelerate_does_not_count_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun starts them on a machine without accelerators, where no `use_cpu` or `cpu` is given."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    message = "torch.distributed has 2 ranks, and Accelerate counts 1: .* set use_cpu=True"
+    for check in (partial(check_arguments, DiLoCoConfig(), args), partial(check_gossip_arguments, args), make_loop):
+        with pytest.raises(ConfigError, match=message):
+            check()
 
 
 @pytest.mark.parametrize("weight", [-3, float("nan"), float("inf"), "4", [1], torch.tensor([3, 4])], ids=str)
