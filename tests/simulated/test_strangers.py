@@ -37,7 +37,7 @@ from hf_diloco.transport.waiting import Deadline
 from hf_diloco.utils import listening
 from hf_diloco.utils.listening import Door, GlooListener
 from hf_diloco.utils.public_keys import show_public
-from tests.clocks import LONG
+from tests.clocks import LONG, wait_until
 from tests.islands import try_islands
 from tests.strangers import Attack, say
 from tests.tcp_stores import await_value
@@ -199,7 +199,8 @@ def test_strangers_stop_no_meeting(
     for outcome in outcomes:
         assert isinstance(outcome, torch.Tensor), outcome
         assert torch.equal(outcome, torch.full((1000,), 0.5))
-    assert most < 4 * meeting.MAX_STRANGERS, "files that they cost"
+    # A busy event loop accepts as many again in each of the five turns that it takes to close one.
+    assert most < 7 * meeting.MAX_STRANGERS, "files that they cost"
     assert time.monotonic() - began < meeting.STRANGER_SECONDS + number / 100
 
 
@@ -231,17 +232,16 @@ def test_who_has_another_key_cannot_take_an_ends_place(
     ends: list[LinkKey], impostors: LinkKey, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It calls first, under the number of an end that comes later."""
-    store = ValueStore.in_memory()
+    store, claim = ValueStore.in_memory(), "which claims to be island 1 of lane"
 
     def run(island: int) -> torch.Tensor:
         if island == 2:
             shown, impostor = await_value(store, "mesh/lane/at/0"), ValueStore.in_memory()
             for end in (0, 1):
                 impostor.set(f"mesh/lane/at/{end}", shown)
-            MeshExchange(Lane(impostor, "lane", 1, 2, LOCALHOST, 2.0, impostors))
+            MeshExchange(Lane(impostor, "lane", 1, 2, LOCALHOST, LONG, impostors))
         if island == 1:
-            await_value(store, "mesh/lane/at/0")
-            time.sleep(1)
+            wait_until(lambda: claim in caplog.text, "the call of who has another key")
         mesh = MeshExchange(Lane(store, "lane", island, 2, LOCALHOST, LONG, ends[island]))
         values = torch.full((10,), float(island))
         mesh.average(values, [1.0, 1.0], CODECS["fp32"])
@@ -253,7 +253,6 @@ def test_who_has_another_key_cannot_take_an_ends_place(
     for outcome in (first, second):
         assert isinstance(outcome, torch.Tensor), outcome
         assert torch.equal(outcome, torch.full((10,), 0.5))
-    assert "which claims to be island 1 of lane" in caplog.text
     assert told in caplog.text
 
 
