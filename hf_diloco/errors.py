@@ -86,7 +86,7 @@ class DamagedTransferError(ExchangeError):
         self.is_sealed = is_sealed
         names = ", ".join(f"island {island}" for island in self.islands)
         super().__init__(
-            f"what {names} sent came damaged ({damage(is_sealed)}): if this happens again, look at the memory and "
+            f"what {names} sent arrived damaged ({damage(is_sealed)}): if this happens again, look at the memory and "
             f"the network of both machines{', and at who sits between them' if is_sealed else ''}"
         )
 
@@ -94,7 +94,7 @@ class DamagedTransferError(ExchangeError):
 def damage(is_sealed: bool) -> str:
     """Describes the evidence that received data are corrupt."""
     if is_sealed:
-        return "it was altered on its way, or sent before or for another place: its seal does not hold"
+        return "it was altered in transit, or sent before or for another place: its seal does not hold"
     return "its checksum differs"
 
 

@@ -118,7 +118,7 @@ def print_ending(result: Result, run: BaseRun, options: LaunchOptions, out: Cons
     if any(run.folder.glob("island-*/checkpoint-*")):
         _say(out, "to continue from the last checkpoint: ", (options.resume_command(run), "bold"))
     elif not result.failed:
-        _say(out, "there is no checkpoint yet: the same command begins anew")
+        _say(out, "there is no checkpoint yet: the same command starts from the beginning")
 
 
 def print_failures(result: Result, err: Console) -> None:

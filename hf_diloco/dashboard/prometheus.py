@@ -72,7 +72,7 @@ class _Figures:
         yield self._family("store_refused_objects", "Objects that were refused.", {(): len(status.refused)})
         stored = {(kind,): size for kind, size in status.stored.model_dump().items()}
         yield self._family("store_bytes", "What lies in the store.", stored, "kind")
-        alive = "Whether its sign of life was seen to change."
+        alive = "Whether its heartbeat was seen to change."
         yield self._each("store_island_alive", alive, islands, lambda one: one.presence == "alive")
         yield self._each("store_island_lag", "Rounds behind the newest committed one.", islands, lambda one: one.lag)
         speed = "Of the whole island, recently."

@@ -47,7 +47,7 @@ from hf_diloco.transport.base import Lane, Observer, RateLimit, Traffic
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.mesh import MeshExchange, Watch
 from hf_diloco.transport.objects import ObjectInfo, read_info
-from hf_diloco.transport.waiting import LossNotes
+from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.waiting import WaitNotes
 
 logger = logging.getLogger("hf_diloco")

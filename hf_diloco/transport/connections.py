@@ -31,7 +31,7 @@ from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.sealer import Sealer
-from hf_diloco.transport.waiting import Deadline, Failure, Waiter, Work, reason
+from hf_diloco.transport.transfers import Deadline, Failure, Waiter, Work, reason
 from hf_diloco.utils.listening import GlooListener
 from hf_diloco.utils.threads import call_within, outlive_gloo
 

@@ -20,7 +20,7 @@ from torch.distributed import Store
 from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError
 from hf_diloco.sealing.channel import Channel
 from hf_diloco.sealing.keys import LinkKey
-from hf_diloco.transport.waiting import Deadline
+from hf_diloco.transport.transfers import Deadline
 
 MAX_GREETING_BYTES = 1 << 14
 """Limit of a message from an unauthenticated sender."""
@@ -101,7 +101,7 @@ class Line:
         self._num_received += 1
         if opened is None:
             raise ForgedError(
-                "a message was altered on its way, or sent before: see who sits between the two machines"
+                "a message was altered in transit, or sent before: see who sits between the two machines"
             )
         return opened
 

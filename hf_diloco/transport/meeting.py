@@ -32,7 +32,7 @@ from hf_diloco.sealing.channel import Agreement, Channel
 from hf_diloco.store.rendezvous import local_address
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.handshake import MAX_GREETING_BYTES, End, GlooAddresses, Line, Place, way_of
-from hf_diloco.transport.waiting import Deadline
+from hf_diloco.transport.transfers import Deadline
 
 logger = logging.getLogger("hf_diloco")
 

@@ -31,7 +31,7 @@ from hf_diloco.transport.base import (
 )
 from hf_diloco.transport.connections import Connections, Transfers
 from hf_diloco.transport.messages import Messages
-from hf_diloco.transport.waiting import Deadline, LossNotes
+from hf_diloco.transport.transfers import Deadline, LossNotes
 
 Watch = Callable[[], Callable[[], None]]
 

@@ -23,7 +23,7 @@ import xxhash
 from hf_diloco.errors import ExchangeError
 from hf_diloco.sealing.channel import OVERHEAD, Channel
 from hf_diloco.transport.connections import Connections
-from hf_diloco.transport.waiting import Deadline, Failure, Waiter, Work
+from hf_diloco.transport.transfers import Deadline, Failure, Waiter, Work
 
 MAX_FRAME_BYTES = 1 << 16
 FIRST_TAG = 1 << 30

@@ -115,5 +115,5 @@ def test_islands_train_as_without_an_attacker_and_name_what_it_did(
     assert hashes == hashes_without_attacker()
     for island, log in enumerate(logs):
         for number in range(2, len(SCRIPT) + 2):
-            said = f"retrying round {number}: what island {1 - island} sent came damaged (it was altered on its"
+            said = f"retrying round {number}: what island {1 - island} sent arrived damaged (it was altered in"
             assert sum(said in message for message in log) == 1

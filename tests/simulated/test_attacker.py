@@ -132,7 +132,7 @@ def check_second_round_is_refused(attackers: list[Attacker], attack: Attack, key
         error = found[1]
         assert isinstance(error, DamagedTransferError)
         assert error.islands == ((0,) if island else tuple(range(1, num_islands)))
-        assert "altered on its way, or sent before or for another place" in str(error)
+        assert "altered in transit, or sent before or for another place" in str(error)
     assert attackers[0].num_changed >= 2 * (num_islands - 1), "both ways of each connection"
 
 
@@ -170,7 +170,7 @@ def test_what_belongs_to_another_fragment_or_attempt_is_refused_and_the_round_is
         assert torch.equal(member.weights, expected), "the equations without anybody on the way"
     assert attackers[0].num_changed == 2
     for island in range(2):
-        assert f"retrying round 4: what island {island} sent came damaged (it was altered on its" in caplog.text
+        assert f"retrying round 4: what island {island} sent arrived damaged (it was altered in" in caplog.text
 
 
 def to_one_end(attacker: Attacker, way: Way, number: int) -> list[bytes] | None:

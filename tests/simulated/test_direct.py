@@ -398,7 +398,7 @@ def test_a_damaged_piece_is_told_once_all_pieces_are_averaged(folder: Folder, mo
                 mesh.average(values, [1, 1], FP32)
                 outcomes.append(values.tolist())
             except DamagedTransferError as error:
-                outcomes.append((error.islands, "it was altered on its way" in str(error)))
+                outcomes.append((error.islands, "it was altered in transit" in str(error)))
         mesh.close()
         return outcomes
 

@@ -28,7 +28,7 @@ from hf_diloco.transport.base import Exchange, Lane, Traffic, weighted_mean
 from hf_diloco.transport.connections import PROBE_TAG
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.waiting import LossNotes
+from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import count_open, run_islands, try_islands
@@ -451,7 +451,7 @@ def test_damage_on_the_way_is_seen_by_who_receives_it_and_can_be_sent_again(
         links = exchange.links
         if island == 1:
             links.groups = [DamagingGroup(links.groups[0], number)]  # type: ignore[list-item]
-            with pytest.raises(DamagedTransferError, match=r"island [02] sent came damaged"):
+            with pytest.raises(DamagedTransferError, match=r"island [02] sent arrived damaged"):
                 exchange.average(make_values(0, island, 100), [1] * num_islands, CODECS[payload])
         else:
             exchange.average(make_values(0, island, 100), [1] * num_islands, CODECS[payload])

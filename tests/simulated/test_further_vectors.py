@@ -116,7 +116,7 @@ class Island:
 def test_what_fails_is_taken_again_as_if_nothing_had(
     settings: dict[str, Any], step: int, place: int, is_cut: bool, tmp_path: Path
 ) -> None:
-    """At once where something came damaged; from checkpoints where the link was cut. No bit differs."""
+    """At once where something arrived damaged; from checkpoints where the link was cut. No bit differs."""
     fault = cut_from(place) if is_cut else damaged_at(place)
     assert_nothing_seems_to_have_failed(settings, step, fault, tmp_path)
 

@@ -31,7 +31,7 @@ from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport
 from hf_diloco.transport.sealer import Sealer
-from hf_diloco.transport.waiting import Deadline
+from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
 from tests.gossip_meshes import join, talk_together
@@ -211,7 +211,8 @@ def test_what_was_tampered_with_is_refused_and_the_next_round_goes_well(
     first, second, third = exchanges_under(attack, monkeypatch, encrypt)
     assert isinstance(second, DamagedTransferError)
     assert second.islands == (1,)
-    assert "island 1 sent came damaged (it was altered on its way, or sent before or for another place" in str(second)
+    said = "island 1 sent arrived damaged (it was altered in transit, or sent before or for another place"
+    assert said in str(second)
     for number, values in ((0, first), (2, third)):
         expected = (make_values(10 * number, 3000) + make_values(10 * number + 1, 3000)) / 2
         assert isinstance(values, torch.Tensor)
@@ -235,7 +236,7 @@ def test_a_node_loses_a_neighbour_whose_messages_are_altered(monkeypatch: pytest
 
     for node, outcome in enumerate(try_islands(2, run)):
         assert isinstance(outcome, IslandLostError), outcome
-        assert f"node {1 - node} sent came damaged (it was altered on its way" in str(outcome)
+        assert f"node {1 - node} sent arrived damaged (it was altered in transit" in str(outcome)
 
 
 def publish(store: ValueStore, node: int, key: LinkKey) -> MeshPublished:
@@ -327,7 +328,7 @@ def test_an_end_whose_addresses_are_altered_on_their_way_is_refused(monkeypatch:
     monkeypatch.setattr(Channel, "seal", altered)
     outcomes = try_islands(2, lambda end: Connections(Lane(store, "0", end, 2, LOCALHOST, LONG, KEY)))
     assert {type(outcome) for outcome in outcomes} <= {ForgedError, IslandLostError}
-    told = [f"in the name of island {1 - end}, a message was altered on its way, or sent before" for end in range(2)]
+    told = [f"in the name of island {1 - end}, a message was altered in transit, or sent before" for end in range(2)]
     assert any(text in str(outcome) for text, outcome in zip(told, outcomes, strict=True)), outcomes
 
 

@@ -378,7 +378,7 @@ def damage(mean: torch.Tensor) -> None:
             DivergedError,
             r"round 3 .* again and again: .* different averages .*memory of island 1, or",
         ),
-        (damage, DamagedTransferError, IslandLostError, "aborted; island 1: what island 0 sent came damaged"),
+        (damage, DamagedTransferError, IslandLostError, "aborted; island 1: what island 0 sent arrived damaged"),
     ],
 )
 def test_a_round_that_fails_changes_nothing(

@@ -33,7 +33,7 @@ from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.handshake import GlooAddresses
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.waiting import Deadline
+from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils import listening
 from hf_diloco.utils.listening import Door, GlooListener
 from hf_diloco.utils.public_keys import show_public

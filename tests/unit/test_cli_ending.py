@@ -71,7 +71,10 @@ def test_what_was_killed_is_named_first_and_equal_reasons_once(run: BaseRun, opt
 
 def test_a_stopped_run_says_how_to_go_on(run: BaseRun, options: LaunchOptions) -> None:
     stopped = [Outcome(3)] * 3
-    assert ending(run, options, *stopped)[:2] == (3, "there is no checkpoint yet: the same command begins anew\n")
+    assert ending(run, options, *stopped)[:2] == (
+        3,
+        "there is no checkpoint yet: the same command starts from the beginning\n",
+    )
     (run.island_folder(0) / "checkpoint-2").mkdir(parents=True)
     code, out, _ = ending(run, options, *stopped)
     assert (code, out) == (3, f"to continue from the last checkpoint: hf-diloco launch {options.run_file}\n")

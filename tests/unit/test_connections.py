@@ -28,7 +28,7 @@ from hf_diloco.transport.handshake import Line
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.waiting import Deadline
+from hf_diloco.transport.transfers import Deadline
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import count_files, run_islands, try_islands
 from tests.tcp_stores import KeptStore

@@ -18,7 +18,7 @@ from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
 from hf_diloco.optimizers.onebit import all_reduce
 from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce
 from hf_diloco.optimizers.onebit.lamb import clip_factor
-from hf_diloco.optimizers.onebit.optimizer import MAX_LEFT_OUT
+from hf_diloco.optimizers.onebit.optimizer import MAX_STEPS_LEFT_OUT
 from hf_diloco.optimizers.onebit.trainer import OneBitCallback
 from tests.processes import ROOT
 from tests.small_model import Linear
@@ -309,10 +309,10 @@ def test_many_steps_in_a_row_that_are_not_finite_end_the_run() -> None:
                 tensor.grad.fill_(torch.nan)
         optimizer.step()
 
-    for number in range(2 * MAX_LEFT_OUT):
-        step(number, is_finite=number < 3 or number == MAX_LEFT_OUT)
-    with pytest.raises(ExchangeError, match=f"no rank had finite gradients in the last {MAX_LEFT_OUT} steps"):
-        step(2 * MAX_LEFT_OUT, is_finite=False)
+    for number in range(2 * MAX_STEPS_LEFT_OUT):
+        step(number, is_finite=number < 3 or number == MAX_STEPS_LEFT_OUT)
+    with pytest.raises(ExchangeError, match=f"no rank had finite gradients in the last {MAX_STEPS_LEFT_OUT} steps"):
+        step(2 * MAX_STEPS_LEFT_OUT, is_finite=False)
 
 
 # Checkpoints

@@ -324,12 +324,12 @@ def test_a_pseudo_gradient_that_was_left_out_is_reported(tmp_path: Path) -> None
 
 
 def test_contributions_that_were_refused_are_reported_by_island_and_reason(tmp_path: Path) -> None:
-    said = [{"2": "not finite"}, {"1": "altered on its way", "2": "its identity is not listed"}]
+    said = [{"2": "not finite"}, {"1": "altered in transit", "2": "its identity is not listed"}]
     refused = [{"event": "refused", "step": 2 * at, "islands": islands} for at, islands in enumerate(said, start=1)]
     report = report_of(tmp_path, [start(comes_and_goes=True, num_islands=1), *refused, end()])
     whose = "island 0 refused what came in the name of island"
     assert report.warnings == (
-        f"{whose} 1, at step 4: altered on its way",
+        f"{whose} 1, at step 4: altered in transit",
         f"{whose} 2, at steps 2, 4: its identity is not listed",
     )
 

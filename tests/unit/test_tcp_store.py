@@ -30,7 +30,7 @@ from hf_diloco.store.rendezvous import StoreHost, url_of
 from hf_diloco.store.signing import MEETING
 from hf_diloco.store.tcp_store import who_did_not_fit
 from hf_diloco.store.values import ValueStore
-from hf_diloco.transport.waiting import LossNotes
+from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.urls import split_tcp_url
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands

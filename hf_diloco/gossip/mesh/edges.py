@@ -17,7 +17,7 @@ from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Lane, RateLimit, Traffic
 from hf_diloco.transport.connections import Connections, Transfers
-from hf_diloco.transport.waiting import Deadline
+from hf_diloco.transport.transfers import Deadline
 
 _FOREVER = timedelta(days=3650)
 
@@ -152,7 +152,7 @@ class Edge:
     def _refuse_damaged(self, transfers: Transfers) -> None:
         if transfers.damaged:
             why = damage(self._links.is_sealed)
-            raise IslandLostError(f"what node {self.peer} sent came damaged ({why})", [self.peer])
+            raise IslandLostError(f"what node {self.peer} sent arrived damaged ({why})", [self.peer])
 
     def check(self) -> None:
         """Raises `IslandLostError` if the connection has broken. Call it only while no transfer is in flight."""

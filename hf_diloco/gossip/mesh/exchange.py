@@ -27,7 +27,7 @@ from hf_diloco.gossip.neighbours import Piece
 from hf_diloco.gossip.records import Record
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.connections import Transfers
-from hf_diloco.transport.waiting import Deadline
+from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils.waiting import WaitNotes
 
 BYTES_IN_FLIGHT = 64 << 20

@@ -21,7 +21,7 @@ logger = logging.getLogger("hf_diloco")
 State = dict[str, torch.Tensor]
 MASK = "exp_avg_mask"
 ERRORS = "onebit_errors"
-MAX_LEFT_OUT = 100
+MAX_STEPS_LEFT_OUT = 100
 """How many steps in a row may be left out before the run ends."""
 
 
@@ -52,7 +52,7 @@ class OneBitOptimizer(Optimizer):
     gradients are always zero (position embeddings beyond the sequence length), since one bit cannot represent zero.
 
     If a rank has a value that is not finite, the mean is over the other ranks; if all have, the step is left out, and
-    after `MAX_LEFT_OUT` such steps in a row an `ExchangeError` ends the run.
+    after `MAX_STEPS_LEFT_OUT` such steps in a row an `ExchangeError` ends the run.
 
     Args:
         params: parameters or groups, all fp32 and on one device.
@@ -215,7 +215,7 @@ class OneBitOptimizer(Optimizer):
         """Averages `exchanged` over the ranks with finite values; returns False if there are none, so no step.
 
         Raises:
-            ExchangeError: no rank had finite values in `MAX_LEFT_OUT` steps in a row.
+            ExchangeError: no rank had finite values in `MAX_STEPS_LEFT_OUT` steps in a row.
         """
         exchange = self.exchange
         if self._lost_errors:
@@ -235,10 +235,11 @@ class OneBitOptimizer(Optimizer):
                 "they are left out of the mean" if num_finite else "the step is left out",
             )
         self._num_steps_left_out = 0 if num_finite else self._num_steps_left_out + 1
-        if self._num_steps_left_out == MAX_LEFT_OUT:
+        if self._num_steps_left_out == MAX_STEPS_LEFT_OUT:
             raise ExchangeError(
-                f"step {self.num_steps + 1}: no rank had finite gradients in the last {MAX_LEFT_OUT} steps: look at "
-                "the data, and resume from a checkpoint before them with a lower learning rate or a longer warm-up"
+                f"step {self.num_steps + 1}: no rank had finite gradients in the last {MAX_STEPS_LEFT_OUT} steps: "
+                "look at the data, and resume from a checkpoint before them with a lower learning rate or a longer "
+                "warm-up"
             )
         return num_finite > 0
 
