@@ -14,6 +14,9 @@ PROTOCOL = 16
 MAX_STEPS = "max_steps"
 """Name of the fact with an island's number of inner steps; a user's own loop may not know it."""
 
+TRAINABLE = "trainable parameters"
+"""Name of the fact with the number of values that an island trains."""
+
 _PROTOCOL = "protocol"
 _FROZEN = "frozen weights"
 
@@ -81,6 +84,8 @@ def remedy_for(name: str) -> str:
             "set max_steps to one number everywhere (num_train_epochs gives as many steps as there is data, which "
             "differs)"
         )
+    if name == TRAINABLE:
+        return "make it equal: the same model everywhere, with the same parameters frozen (requires_grad)"
     if name == _PROTOCOL:
         return "install the same version of hf-diloco everywhere"
     if name.startswith(_FROZEN):

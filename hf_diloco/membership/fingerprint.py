@@ -15,7 +15,7 @@ from hf_diloco.errors import CheckpointError, RendezvousError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.all_gather import CheckpointsRecord, SoundRecord, parse_records
-from hf_diloco.membership.facts import Facts, frozen_facts, join_facts
+from hf_diloco.membership.facts import TRAINABLE, Facts, frozen_facts, join_facts
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.outer import find_method, make_method
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
@@ -55,7 +55,7 @@ def make_fingerprint(config: DiLoCoConfig, shards: Shards, more: Facts, given: F
         "error_feedback": config.feedback_decay,
         "fragment_patterns": " ".join(config.fragment_patterns),
         **membership,
-        "trainable parameters": shards.num_parameters,
+        TRAINABLE: shards.num_parameters,
         "model (names and sizes)": shards.digest,
         **frozen_facts(shards.frozen),
         **more,

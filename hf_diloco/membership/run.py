@@ -184,7 +184,8 @@ def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRe
 
 
 def _check(run: RunRecord, fingerprint: Facts, island: int, url: str) -> None:
-    for name in dict.fromkeys([*run.fingerprint, *fingerprint]):
+    # In this island's order, as records are sorted: the number of trainable parameters comes before digests.
+    for name in dict.fromkeys([*fingerprint, *run.fingerprint]):
         theirs, mine = run.fingerprint.get(name), fingerprint.get(name)
         if differ(name, theirs, mine):
             raise FingerprintError(

@@ -17,6 +17,7 @@ from hf_diloco.errors import (
     DiLoCoError,
     DuplicateIslandError,
     ExchangeError,
+    FingerprintError,
     ForgedError,
     IslandLostError,
     PayloadError,
@@ -26,6 +27,7 @@ from hf_diloco.errors import (
 from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Candidates, Rules, UsualNorms
 from hf_diloco.membership.decisions import Decisions
+from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord, IncarnationRecord, Phase, incarnation_path
 from hf_diloco.membership.quorum import Quorum
@@ -567,6 +569,15 @@ def test_of_islands_with_other_keys_that_begin_at_once_one_is_refused(store: Any
     store.check_creation = check_late
     with pytest.raises(RendezvousError, match=r"begun with another key.*HF_DILOCO_KEY or key_file"):
         begin(store, b"this key.........")
+
+
+def test_the_number_of_trainable_parameters_is_named_before_digests(store: Any) -> None:
+    """Records are sorted by name; a parameter that is frozen on one island only changes several facts."""
+    theirs: Facts = {"trainable parameters": 96, "model (names and sizes)": "ab"}
+    ours: Facts = {"trainable parameters": 64, "model (names and sizes)": "cd"}
+    enter_run(store, Seal(b"", "-"), 0, "", None, theirs, StillClock())
+    with pytest.raises(FingerprintError, match=r"trainable parameters differs .*0: 96; island 1: 64\).*frozen \(req"):
+        enter_run(store, Seal(b"", "-"), 1, "", None, ours, StillClock())
 
 
 def test_who_may_come_and_go_does_not_join_those_who_wait_for_each_other(store: Any) -> None:
