@@ -58,7 +58,8 @@ class OneBitOptimizer(Optimizer):
         params: parameters or groups, all fp32 and on one device.
         defaults: settings of the groups, including `lr`, `betas`, `eps` and `weight_decay`.
         freeze_step: steps of the warm-up, at least 2; None: all steps.
-        bias_correction: divide the moments by 1 - beta^t. For the second moment, t does not grow after the freeze.
+        bias_correction: divide the moments by 1 - beta^t, with t the steps of the optimizer, also for a tensor whose
+            first gradient comes later. For the second moment, t does not grow after the freeze.
         freeze_unseen: see above.
         process_group: the ranks; None: all.
 
