@@ -76,7 +76,7 @@ class LogFollower:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # removed, or its disk fails: that must not end the island
             return []
         whole = data if unfinished else data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)

@@ -247,3 +247,5 @@ def test_a_log_that_somebody_removes_has_no_more_lines(tmp_path: Path) -> None:
     assert follower.new_lines() == ["first"]
     path.unlink()
     assert follower.new_lines(unfinished=True) == []
+    path.mkdir()  # as unreadable as on a disk that fails
+    assert follower.new_lines(unfinished=True) == []
