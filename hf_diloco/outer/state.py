@@ -268,9 +268,14 @@ class OuterState:
         fragment.start_anew()
 
     def install(self, fragment: Fragment) -> None:
-        """Installs the outer parameters of the last round of `fragment` in the masters, if that is still pending."""
+        """Installs the outer parameters of the last round of `fragment` in the masters, if that is still pending.
+
+        A share of the masters is kept only if inner steps were taken since the round began: before, they hold nothing
+        that the round does not use. So a run that ends with the step at which a round begins ends on the outer
+        parameters.
+        """
         if fragment.install_in is not None:
-            fragment.write_masters(fragment.method.kept_share(self.config))
+            fragment.write_masters(fragment.method.kept_share(self.config) if fragment.steps else 0.0)
             fragment.install_in = None
             self.release_scratch(fragment)
 

@@ -93,6 +93,41 @@ def test_after_the_last_step_all_hold_the_same_outer_parameters(config: dict[str
     assert [report.fragment for report in first[1]] == [number % num_fragments for number in range(len(first[1]))]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fragment_sync_delay": 3, "fragment_update_alpha": 0.5},
+        {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
+        {"method": "overlap-local-sgd"},
+    ],
+    ids=lambda config: "-".join(map(str, config.values())),
+)
+def test_a_loop_that_ends_with_the_step_at_which_a_round_begins_ends_on_the_outer_parameters(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Which it learns only at its end, without `num_steps`."""
+
+    def island_main(island: int) -> torch.Tensor:
+        model = Stack()
+        session = run.join(island, model)
+        optimizer = make_optimizer(model)
+        for batch in batches(island, 8):
+            take_step(model, optimizer, batch)
+            session.outer.count_step(len(batch))
+            if session.is_due():
+                session.advance()
+        assert session.is_due(is_last=True)
+        session.advance(is_last=True)
+        session.leave(finished=True)
+        assert session.outer.on_boundary
+        assert [distance for (distance,) in session.outer.distances()] == [0.0] * len(session.outer.fragments)
+        return vector_of(model, strided(1)[0])
+
+    run = Run(tmp_path, 2, sync_every=4, **config)
+    first, second = run_islands(2, island_main)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("payload", ["int8", "topk"])
 def test_every_codec_streams(payload: str, tmp_path: Path) -> None:
     first, second = train(Run(tmp_path, 2, payload=payload, **CASES[-1]))
