@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import psutil
 
@@ -54,6 +54,17 @@ def end_descendants(grace: float, parent: int | None = None) -> None:
         time.sleep(_POLL)
         if time.monotonic() > deadline + 10:  # unkillable: stuck in the kernel (a dead disk or device)
             return
+
+
+def terminate_orphans(guards: Collection[int]) -> None:
+    """Sends SIGTERM to the processes of killed guards: those below this process, which adopts orphans, but below none
+    of `guards`, which live."""
+    found = _descendants(None)
+    guarded = {process.pid for guard in guards for process in _descendants(guard)}
+    for process in found:
+        if process.pid not in guarded and process.pid not in guards:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
 
 
 def _descendants(parent: int | None) -> list[psutil.Process]:

@@ -27,7 +27,7 @@ import psutil
 
 from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.cli.display import LineDisplay
-from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants
+from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants, terminate_orphans
 from hf_diloco.cli.log import FAILED, FINISHED, LogFollower, Outcome, UsefulLines, read_outcome
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError, StopRequested
@@ -110,6 +110,11 @@ class Island:
     @property
     def name(self) -> str:
         return f"{self.unit} {self.number}"
+
+    @property
+    def pid(self) -> int:
+        """The process id of its guard."""
+        return self._process.pid
 
     @property
     def running(self) -> bool:
@@ -300,6 +305,7 @@ class Launcher:
             self._display.ended(number, "ended")
         else:
             self._result.failed.append(number)
+            terminate_orphans([island.pid for island in self._islands if island.running])  # else it cannot come back
             # If the others continue, the summary at the end may be hours away.
             why = f": {outcome.error.splitlines()[0]}" if self._way_back and outcome.error else ""
             self._display.ended(number, f"failed, {outcome.ending}{why}")

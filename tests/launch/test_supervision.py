@@ -214,7 +214,7 @@ def test_an_island_stopped_by_somebody_else_stops_all(tmp_path: Path, processes:
 
 
 @pytest.mark.real_start
-@pytest.mark.parametrize("victim", ["rank", "agent", "guard"])
+@pytest.mark.parametrize("victim", ["rank", "agent"])
 def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, victim: str) -> None:
     launched = launch(processes, tmp_path, LONG, LONG)
     wait_for_step(launched, tmp_path, 0, 1)
@@ -222,6 +222,22 @@ def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, 
     output = launched.wait(expect=1).output
     assert "failed: island 1: SIGKILL" in output
     assert checkpoints(tmp_path, 0)
+    assert_nothing_left(processes)
+
+
+@pytest.mark.real_start
+def test_an_island_whose_guard_is_killed_can_come_back(tmp_path: Path, processes: Processes) -> None:
+    """Its rank trained on, unseen, and held the log: a start of the island was refused."""
+    launched = launch(processes, tmp_path, LONG, LONG, way_back="the same command brings it back")
+    wait_for_step(launched, tmp_path, 1, 1)
+    killed = pids(tmp_path, 1)
+    os.kill(killed["guard"], signal.SIGKILL)
+    deadline = time.monotonic() + AT_ONCE
+    while {killed["agent"], killed["rank"]} & {process.pid for process in processes.alive()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    launched.interrupt()
+    assert "launcher │ island 0 stopped, with a checkpoint" in launched.wait(expect=1).output
     assert_nothing_left(processes)
 
 
