@@ -647,7 +647,11 @@ def test_a_node_returns_twice_while_others_hurry_on(graph: str, store: KeptStore
         neighbours.close()
         return entered
 
-    outcomes = run_islands(num_nodes, lambda node: leave_and_return() if node == leaver else survive(node))
+    outcomes = run_islands(
+        num_nodes,
+        lambda node: leave_and_return() if node == leaver else survive(node),
+        timeout=3 * LONG,  # those who hurry leave a single core little time for whoever returns
+    )
     entered = outcomes[leaver]
     for node in range(num_nodes):
         if node in topology.neighbours(leaver) and node in topology.receivers(leaver):
