@@ -23,7 +23,7 @@ from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.signing import Seal
 from hf_diloco.store.values import LINKS, ValueStore
-from hf_diloco.transport import base, memory, mesh, waiting
+from hf_diloco.transport import base, memory, mesh, transfers
 from hf_diloco.transport.base import Exchange, Lane, Traffic, weighted_mean
 from hf_diloco.transport.connections import PROBE_TAG
 from hf_diloco.transport.memory import MemoryNetwork
@@ -644,7 +644,7 @@ def test_a_slow_store_does_not_stand_for_the_island_that_is_lost(
     answers = threading.Event()
     store = ValueStore.in_memory()
     monkeypatch.setattr(ValueStore, "set", lambda *_: answers.wait(LONG))
-    monkeypatch.setattr(waiting, "NOTE_SECONDS", 0.1)
+    monkeypatch.setattr(transfers, "NOTE_SECONDS", 0.1)
     assert LossNotes(store, "0", 2, keeper=keeper).find_first(1, timed_out=timed_out) == expected
     answers.set()
 
