@@ -225,14 +225,18 @@ class Launcher:
         plans: the islands to start.
         display: shows their progress.
         grace: seconds that islands may take to stop.
-        way_back: how a lost island rejoins while the others continue; empty if they cannot continue.
+        way_back: how a lost island rejoins, if the others continue.
+        survives_losses: whether they do; if not, the progress of a script may still say so.
     """
 
-    def __init__(self, plans: Sequence[IslandPlan], display: LineDisplay, grace: float, way_back: str = "") -> None:
+    def __init__(
+        self, plans: Sequence[IslandPlan], display: LineDisplay, grace: float, way_back: str, survives_losses: bool
+    ) -> None:
         self._plans = plans
         self._display = display
         self._grace = grace
         self._way_back = way_back
+        self._survives_losses = survives_losses
         self._islands: list[Island] = []
         self._signals: deque[int] = deque()  # not yet handled
         self._stop_by: float | None = None  # deadline for checkpoints
@@ -307,17 +311,21 @@ class Launcher:
             self._result.failed.append(number)
             terminate_orphans([island.pid for island in self._islands if island.running])  # else it cannot come back
             # If the others continue, the summary at the end may be hours away.
-            why = f": {outcome.error.splitlines()[0]}" if self._way_back and outcome.error else ""
+            why = f": {outcome.error.splitlines()[0]}" if self._go_on_without(island) and outcome.error else ""
             self._display.ended(number, f"failed, {outcome.ending}{why}")
             self._stop_others(island)
 
+    def _go_on_without(self, lost: Island) -> bool:
+        return self._survives_losses or lost.progress.survives_losses
+
     def _stop_others(self, lost: Island) -> None:
-        if not self._way_back:
+        if not self._go_on_without(lost):
             self._stop()
         elif self._stop_by is None and any(island.running for island in self._islands):
             # An island that failed before training would mostly fail at the next start, too.
             first = "" if lost.progress.training_has_begun else "once its cause is gone, "
-            self._display.note(f"the other {lost.unit}s go on; {first}{self._way_back}")
+            node_0 = ", but not node 0" if lost.unit == "node" else ""
+            self._display.note(f"the other {lost.unit}s go on; {first}{self._way_back}{node_0}")
 
     def _act(self) -> None:
         while self._signals:

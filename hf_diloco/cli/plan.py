@@ -123,11 +123,8 @@ class Plan:
 
     @property
     def way_back(self) -> str:
-        """How a lost island rejoins while the others continue; empty if they do not."""
-        if not self.survives_losses:
-            return ""
-        command = f"the same command with --{self.unit} K --rendezvous {self.rendezvous} brings {self.unit} K back"
-        return f"{command}, but not node 0" if self.unit == "node" else command
+        """How a lost island rejoins, if the others continue."""
+        return f"the same command with --{self.unit} K --rendezvous {self.rendezvous} brings {self.unit} K back"
 
     def describe(self, remark: str = "") -> str:
         """Returns which islands are started, out of how many, where they meet, and where the logs are."""

@@ -34,6 +34,7 @@ class Progress:
         message: details of the state; may be empty.
         noun: what to call the participant, if the file says: island or node.
         can_stop: whether the island stops with a checkpoint on request.
+        survives_losses: whether the others go on when one is lost, as a script's callback knows.
     """
 
     state: str = BEFORE_TRAINING
@@ -46,6 +47,7 @@ class Progress:
     message: str = ""
     noun: str = ""
     can_stop: bool = True
+    survives_losses: bool = False
 
     @property
     def training_has_begun(self) -> bool:

@@ -196,11 +196,22 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         examples = examples_per_step(args)
         tokens = tokens_per_step(self._facts, examples)
         unit = "examples" if tokens is None else "tokens"
-        progress = Progress(folder, trainer.state.max_steps, unit=unit, record=folder_of(args), noun=self._noun)
+        progress = Progress(
+            folder,
+            trainer.state.max_steps,
+            unit=unit,
+            record=folder_of(args),
+            noun=self._noun,
+            survives_losses=self._survives_losses(),
+        )
         files = RunFilesCallback(
             progress, self._num_rounds, self._sync_every, tokens or examples, was_stopped=lambda: self.stopped
         )
         trainer.add_callback(files)  # a Trainer also calls callbacks added during an event
+
+    def _survives_losses(self) -> bool:
+        """Returns whether the others go on when one of them is lost."""
+        return False
 
     def _num_rounds(self) -> int:
         """Returns the number of completed rounds."""

@@ -265,6 +265,9 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def _note(self, report: SyncReport) -> None:
         self._unnoted.append(report)
 
+    def _survives_losses(self) -> bool:
+        return self.config.meets_in_store
+
     def _num_rounds(self) -> int:
         return self.round
 

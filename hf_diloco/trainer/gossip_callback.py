@@ -320,6 +320,9 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     # Steps of the above
 
+    def _survives_losses(self) -> bool:
+        return self.optimizer.num_vectors > 0
+
     def _index(self, state: TrainerState) -> GossipIndex:
         whose = self.config.model_dump(include={"node", "num_nodes"})
         return GossipIndex(step=state.global_step, method=self.optimizer.name, life=self._beginning.life, **whose)

@@ -40,6 +40,7 @@ class Progress:
         record: the folder of the island's record, if different.
         noun: what to call the participant, if the launcher does not know: "island" or "node".
         can_stop: whether the island stops with a checkpoint on request.
+        survives_losses: whether the others go on when one is lost, if the launcher does not know.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Progress:
         record: Path | None = None,
         noun: str = "",
         can_stop: bool = True,
+        survives_losses: bool = False,
     ) -> None:
         self._path = folder / PROGRESS_FILE
         self._enabled = enabled
@@ -67,6 +69,7 @@ class Progress:
             "message": "",
             "noun": noun,
             "can_stop": can_stop,
+            "survives_losses": survives_losses,
         }
         if record is not None:
             self._values["record"] = str(record.absolute())

@@ -37,7 +37,7 @@ def launch(folder: Path, behaviours: list[dict[str, Any]], grace: float, way_bac
     ]
     console = terminal(sys.stdout)
     display = make_display(console, range(len(plans)))
-    result = Launcher(plans, display, grace, way_back).run()
+    result = Launcher(plans, display, grace, way_back, bool(way_back)).run()
     for number in result.failed:
         outcome = result.outcome(result.islands[number])
         console.print(f"failed: island {number}: {outcome.ending}: {outcome.error}")
@@ -58,8 +58,8 @@ def rank(folder: Path, behaviour: dict[str, Any]) -> int:
     """Trains for a number of steps.
 
     behaviour: steps, starting, ending (seconds before and after), fail_at (step), after (islands that train by then),
-    stubborn (ignores every request), misses_the_others (saves when asked to stop, but waits for an island that has
-    left).
+    says (further progress), stubborn (ignores every request), misses_the_others (saves when asked to stop, but waits
+    for an island that has left).
     """
     steps = behaviour.get("steps", 10)
     if behaviour.get("stubborn"):
@@ -81,6 +81,7 @@ def rank(folder: Path, behaviour: dict[str, Any]) -> int:
             round=step // 5,
             loss=10 / step,
             tokens_per_second=1e3,
+            **behaviour.get("says", {}),
         )
         if step % 10 == 0:
             print(f"round {step // 10} done", flush=True)

@@ -100,6 +100,15 @@ def test_the_way_back_of_one_that_failed(tmp_path: Path, processes: Processes, f
     launched.wait(expect=1)
 
 
+def test_a_script_may_say_that_the_others_go_on(tmp_path: Path, processes: Processes) -> None:
+    """The launcher does not know whether it trains nodes."""
+    says = {"noun": "node", "survives_losses": True}
+    launched = launch(processes, tmp_path, LONG, {"fail_at": 3, "says": says})
+    launched.wait_for("the other nodes go on")
+    launched.interrupt()
+    launched.wait(expect=1)
+
+
 @pytest.mark.real_start
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_stops_with_checkpoints(tmp_path: Path, processes: Processes, number: signal.Signals) -> None:
