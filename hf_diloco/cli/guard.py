@@ -57,8 +57,10 @@ def end_descendants(grace: float, parent: int | None = None) -> None:
 
 
 def terminate_orphans(guards: Collection[int]) -> None:
-    """Sends SIGTERM to the processes of killed guards: those below this process, which adopts orphans, but below none
-    of `guards`, which live."""
+    """Sends SIGTERM to the processes of killed guards.
+
+    This process has adopted those; what is below one of `guards`, which live, is left alone.
+    """
     found = _descendants(None)
     guarded = {process.pid for guard in guards for process in _descendants(guard)}
     for process in found:

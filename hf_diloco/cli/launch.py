@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TextIO
 
 import psutil
@@ -72,6 +71,7 @@ class Island:
                 env={name: value for name, value in changed.items() if value is not None},
                 start_new_session=True,  # Ctrl-C reaches only the launcher
             )
+        self.pid = self._process.pid  # of its guard
 
     def _opened_log(self, plan: IslandPlan) -> TextIO:
         """Prepares the folder for a start, and returns the log, open and locked."""
@@ -112,11 +112,6 @@ class Island:
         return f"{self.unit} {self.number}"
 
     @property
-    def pid(self) -> int:
-        """The process id of its guard."""
-        return self._process.pid
-
-    @property
     def running(self) -> bool:
         return self.outcome is None
 
@@ -148,8 +143,7 @@ class Island:
         path = self._folder / PROGRESS_FILE
         with suppress(OSError):
             found = path.stat()
-            # Times alone are too coarse on many file systems: two files within a tick would look the same.
-            version = found.st_mtime_ns, found.st_ino, found.st_size
+            version = found.st_mtime_ns, found.st_ino, found.st_size  # a time alone is coarse on many file systems
             if version != self._progress[0]:
                 self._progress = (version, read_progress(path))
         return self._progress[1]
@@ -265,7 +259,7 @@ class Launcher:
 
     @contextmanager
     def _signal_handlers(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
+        def note(number: int, _: object) -> None:
             self._signals.append(number)
 
         # Ignored signals stay ignored: nohup ignores SIGHUP, a shell ignores SIGINT for background jobs.
