@@ -195,11 +195,11 @@ def test_training_twice_in_a_store(tmp_path: Path) -> None:
 def test_training_twice_where_island_0_keeps_the_store_and_takes_its_time(tmp_path: Path, free_port: int) -> None:
     """Islands are back while it has yet to end the store of the first training, or has not opened the next one."""
     common: dict[str, Any] = {"num_islands": 2, "max_islands": 3, "exchange": "bucket", "sync_every": 1}
-    common |= {"rendezvous": f"tcp://127.0.0.1:{free_port}", "exchange_timeout": 1.0}
+    common |= {"rendezvous": f"tcp://127.0.0.1:{free_port}", "exchange_timeout": 3.0}
 
     def island_main(island: int) -> str:
         session: Any = None
-        for _ in range(2):
+        for pause in (4.0, 0.0):  # the first is longer than a store may be silent
             config, folder = DiLoCoConfig(island=island, **common), tmp_path / str(island)
             session = open_session(config, IslandGroup(), after=session, folder=folder)
             session.num_rounds = 1
@@ -207,7 +207,7 @@ def test_training_twice_where_island_0_keeps_the_store_and_takes_its_time(tmp_pa
             session.outer.count_step(1.0)
             session.sync()
             session.leave(finished=True)
-            time.sleep(0 if island else 2.0)  # longer than a store may be silent
+            time.sleep(0 if island else pause)
         assert session.config.rendezvous.endswith("/training-2")
         return str(session.outer.outer_hash)
 
