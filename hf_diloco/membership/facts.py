@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from hf_diloco.errors import ConfigError, FingerprintError
@@ -37,6 +38,8 @@ def facts_given(given: object) -> dict[str, str | int | float | bool | None]:
                 f"fingerprint[{name!r}] is a {type(value).__name__}: give text, numbers or booleans by name, such as "
                 "a hash of what must be equal"
             )
+        if isinstance(value, float) and not math.isfinite(value):  # NaN does not equal itself
+            raise TypeError(f"fingerprint[{name!r}] is {value}: give a finite number")
     return dict(given)
 
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,13 @@ def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer:
         order.
 
     Raises:
-        ConfigError: the numbers do not match the Trainer's data sets.
+        ConfigError: the numbers do not match the Trainer's data sets, or are no numbers of examples.
     """
     if num_eval_examples is None:
         return False
+    sizes = num_eval_examples.values() if isinstance(num_eval_examples, Mapping) else [num_eval_examples]
+    if not all(isinstance(size, Integral) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ConfigError(f"num_eval_examples={num_eval_examples!r}: give whole numbers above 0")
     evaluated = trainer.eval_dataset if trainer is not None else None
     names = list(evaluated) if isinstance(evaluated, dict) else None
     given = sorted(num_eval_examples) if isinstance(num_eval_examples, Mapping) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, GossipConfig, OuterLoop
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError, UnsupportedError
-from hf_diloco.trainer.arguments import check_arguments, check_gossip_arguments
+from hf_diloco.trainer.arguments import check_arguments, check_eval_sizes, check_gossip_arguments
 from hf_diloco.trainer.refusals import REFUSALS
 from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model
@@ -227,6 +228,7 @@ def test_evaluating_and_predicting_without_training_meet_nobody(tmp_path: Path) 
         ({"x": [1, 2]}, r"fingerprint\['x'\] is a list"),
         ({"x": torch.ones(2)}, r"fingerprint\['x'\] is a Tensor"),
         ({3: "x"}, r"fingerprint\[3\] is a str"),
+        ({"x": math.nan}, r"fingerprint\['x'\] is nan: give a finite number"),
     ],
 )
 def test_facts_that_cannot_be_compared(given: Any, message: str) -> None:
@@ -433,6 +435,12 @@ def test_what_is_wrong_with_an_island_shows_before_it_waits(
         pass
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path, DiLoCoCallback(**place, **more, **own)).train()
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, math.nan, "8", True, {"books": 0}])
+def test_numbers_of_examples_that_are_none(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"num_eval_examples=.*: give whole numbers above 0"):
+        check_eval_sizes(given, None)
 
 
 def test_a_node_listens_at_an_address_of_its_machine(tmp_path: Path, free_port: int) -> None:
