@@ -17,7 +17,15 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, GossipConfig, OuterLoop
+from hf_diloco import (
+    DiLoCoCallback,
+    DiLoCoConfig,
+    GossipCallback,
+    GossipConfig,
+    OneBitAdam,
+    OneBitCallback,
+    OuterLoop,
+)
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError, UnsupportedError
 from hf_diloco.trainer.arguments import check_arguments, check_eval_sizes, check_gossip_arguments
 from hf_diloco.trainer.refusals import REFUSALS
@@ -301,10 +309,16 @@ def test_a_loop_refuses_schedule_free_optimizers(tmp_path: Path) -> None:
 def test_ranks_that_accelerate_does_not_count_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun starts them on a machine without accelerators, where no `use_cpu` or `cpu` is given."""
     args = TrainingArguments(str(tmp_path), use_cpu=True)
+    callback = OneBitCallback(OneBitAdam([torch.nn.Parameter(torch.ones(1))], lr=0.1, freeze_step=2))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     message = "torch.distributed has 2 ranks, and Accelerate counts 1: .* set use_cpu=True"
-    for check in (partial(check_arguments, DiLoCoConfig(), args), partial(check_gossip_arguments, args), make_loop):
+    for check in (
+        partial(check_arguments, DiLoCoConfig(), args),
+        partial(check_gossip_arguments, args),
+        partial(callback.on_train_begin, args, TrainerState(), TrainerControl()),
+        make_loop,
+    ):
         with pytest.raises(ConfigError, match=message):
             check()
 

@@ -19,7 +19,7 @@ from hf_diloco.inner import unwrap_optimizer
 from hf_diloco.optimizers.onebit.adam import OneBitAdam
 from hf_diloco.optimizers.onebit.lamb import OneBitLamb
 from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, average_gradients, average_gradients_in_fp16
-from hf_diloco.trainer.arguments import decayed_groups, folder_of, name_evaluated
+from hf_diloco.trainer.arguments import check_ranks, decayed_groups, folder_of, name_evaluated
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.refusals import refuse
 from hf_diloco.utils.files import is_write_failure, reason_of
@@ -86,10 +86,11 @@ class OneBitCallback(TrainerCallback):
         """Checks the settings, takes over DDP's all-reduce, and restores the errors.
 
         Raises:
-            ConfigError: a setting of `REFUSALS` is used.
+            ConfigError: a setting of `REFUSALS` is used; or ranks would train apart.
             UnsupportedError: several ranks train without DDP, or the Trainer has another optimizer.
         """
         refuse({**vars(args), "optim": None}, "onebit")  # `optim` has a default in the Trainer's arguments
+        check_ranks(args.world_size)
         trainer = find_trainer()
         move_before_trackers(self)  # and before the callback that completes checkpoints
         if unwrap_optimizer(kwargs["optimizer"]) is not self.optimizer:
