@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -124,6 +125,9 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
     Args:
         output_dir: the folder of the checkpoints.
         ranks: the node's ranks, which share the reading.
+
+    Raises:
+        CheckpointError: a rank cannot read a record that the leader reads; on every rank.
     """
 
     def look() -> list[tuple[int, str]]:
@@ -135,7 +139,8 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
     for step in sorted(held, reverse=True):
         if num_sound >= _NUM_READ:
             break
-        damage = find_damage(held[step], read_index(held[step]).files, ranks)
+        index = ranks.on_all(partial(read_index, held[step]))
+        damage = find_damage(held[step], index.files, ranks)
         if damage is None:
             num_sound += 1
         else:

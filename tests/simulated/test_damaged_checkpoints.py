@@ -24,6 +24,7 @@ from hf_diloco import DiLoCoCallback
 from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
+from hf_diloco.gossip import checkpoint
 from hf_diloco.gossip.checkpoint import GossipIndex, save_index, sound_checkpoints, whole_checkpoints
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.fingerprint import find_common
@@ -36,8 +37,10 @@ from hf_diloco.outer.checkpoint import (
     save_outer,
 )
 from hf_diloco.trainer.saving import Saving
+from tests.islands import try_islands
 from tests.outer_state import make_index
 from tests.processes import find_free_port
+from tests.thread_group import ThreadGroup
 from tests.trainers import make_saving_trainer, second_island, weights_of
 
 
@@ -269,20 +272,45 @@ def test_a_damaged_checkpoint_of_a_plain_run_is_passed_over(tmp_path: Path, capl
     assert callback().common_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
 
 
+def write_checkpoint_of_node(path: Path, step: int) -> None:
+    path.mkdir()
+    for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
+        (path / name).write_bytes(os.urandom(1000))
+    save_index(path, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd"), IslandGroup())
+
+
 def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranks = IslandGroup()
     for step in (2, 4, 6, 8):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
-            (folder / name).write_bytes(os.urandom(1000))
-        save_index(folder, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd"), ranks)
+        write_checkpoint_of_node(tmp_path / f"checkpoint-{step}", step)
     assert set(sound_checkpoints(tmp_path, ranks)) == {2, 4, 6, 8}
     half(tmp_path / "checkpoint-8" / "optimizer.pt")
     assert set(whole_checkpoints(tmp_path)) == {2, 4, 6}
     flip(tmp_path / "checkpoint-6" / "model.safetensors")
     assert set(sound_checkpoints(tmp_path, ranks)) == {2, 4}
     assert "model.safetensors does not hold what was written to it: checkpoint-6 is skipped" in caplog.text
+
+
+def test_a_record_that_one_rank_of_a_node_cannot_read_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others waited for it, up to their timeout."""
+    write_checkpoint_of_node(tmp_path / "checkpoint-2", step=2)
+    read, blind = checkpoint.read_index, set[int]()
+    meeting, items = threading.Barrier(2, timeout=20), dict[int, Any]()
+
+    def read_unless_blind(path: Path) -> GossipIndex:
+        if threading.get_ident() in blind:
+            raise CheckpointError("stale file handle")
+        return read(path)
+
+    def look(rank: int) -> object:
+        if rank == 1:
+            blind.add(threading.get_ident())
+        return sound_checkpoints(tmp_path, ThreadGroup(rank, meeting, items))
+
+    monkeypatch.setattr(checkpoint, "read_index", read_unless_blind)
+    assert [str(found) for found in try_islands(2, look)] == ["stale file handle"] * 2
 
 
 # Islands that agree on a round
