@@ -31,8 +31,11 @@ def test_failure_shows_command_exit_code_and_output() -> None:
 
 
 def test_timeout_shows_output() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)still runs after 2 s: .*asleep"):
-        run([sys.executable, "-c", SLEEP], timeout=2)
+    with Processes() as processes:
+        process = processes.spawn([sys.executable, "-c", SLEEP])
+        process.wait_for("asleep")
+        with pytest.raises(AssertionError, match=r"(?s)still runs after 0.1 s: .*asleep"):
+            process.wait(timeout=0.1)
 
 
 def test_environment_is_changed_by_env(monkeypatch: pytest.MonkeyPatch) -> None:
