@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,6 +14,8 @@ from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.store.values import ValueStore
 
 T = TypeVar("T")
+
+logger = logging.getLogger("hf_diloco")
 
 KEEPER = 0
 """The node whose process hosts the store."""
@@ -59,23 +62,32 @@ class Board:
         self._ask(lambda: self._store.set(self._path(key), packed))
 
     def put_later(self, key: str, record: Record) -> None:
-        """Like `put`, without waiting for the store; of several records under one key the last one counts."""
+        """Like `put`, without waiting for the store; of several records under one key the last one counts.
+
+        A record that cannot be written is dropped.
+        """
         with self._putting:
-            is_idle, self._is_putting = not self._is_putting, True
             self._pending[key] = record
-        if is_idle:
-            threading.Thread(target=self._put_pending, name="hf-diloco-put", daemon=True).start()
+            if self._is_putting:
+                return
+            with suppress(RuntimeError):  # no thread can be started now: the next call tries again
+                threading.Thread(target=self._put_pending, name="hf-diloco-put", daemon=True).start()
+                self._is_putting = True
 
     def _put_pending(self) -> None:
         while True:
             with self._putting:
-                taken, self._pending = self._pending, {}
-                if not taken:
+                if not self._pending:
                     self._is_putting = False
                     return
-            with suppress(DiLoCoError):  # calls that need the store report its loss
-                for key, record in taken.items():
-                    self.put(key, record)
+                key = next(iter(self._pending))
+                record = self._pending.pop(key)
+            try:
+                self.put(key, record)
+            except DiLoCoError:  # calls that need the store report its loss
+                pass
+            except Exception:
+                logger.exception("the record %r is not written", key)
 
     def put_first(self, key: str, record: Record, node: int = KEEPER) -> Record:
         """Writes a record under `key` unless there is one; returns the record that is there afterwards.
