@@ -220,6 +220,27 @@ def test_a_connection_is_made_again_when_the_rendezvous_answers_again() -> None:
     lose_each_other_once("ring", 1, 2, lambda neighbours: cut_off_from_store(neighbours, 3 * GONE_SECONDS))
 
 
+@pytest.mark.parametrize("which", ["_look", "connect"])
+def test_a_connection_is_made_again_when_threads_can_be_started_again(
+    monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    num_refused, start_thread = 0, threading.Thread.start
+
+    def start_unless_full(thread: threading.Thread) -> None:
+        nonlocal num_refused
+        run = getattr(thread, "_target", None)
+        if thread.name == "hf-diloco-returns" and run and run.__name__ == which and num_refused < 2:
+            num_refused += 1
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+
+    def fill(_: MeshNeighbours) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start_unless_full)
+
+    lose_each_other_once("ring", 1, 2, fill)
+    assert num_refused == 2
+
+
 def test_a_connection_that_breaks_twice_is_made_again_after_a_rest() -> None:
     nodes, one, other = Nodes(make_topology("ring", 3)), 0, 2
 

@@ -107,9 +107,14 @@ class Reception:
         now = time.monotonic()
         with self._lock:
             self._lost.update({peer: now + _rest_seconds(self._num_again[peer]) for peer in peers})
+        self._look_on()
+
+    def _look_on(self) -> None:
+        """Starts the thread if nodes are lost and it does not run."""
+        with self._lock:
             if self._thread is None and self._lost and self.has_begun:
-                self._thread = threading.Thread(target=self._look, name="hf-diloco-returns", daemon=True)
-                self._thread.start()
+                with suppress(RuntimeError):  # no thread can be started now: the next step tries again
+                    self._thread = _start_thread(self._look)
 
     def admit(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Arrival]:
         """Lets reconnected nodes take part.
@@ -122,6 +127,7 @@ class Reception:
         Returns:
             The nodes that take part from this step on.
         """
+        self._look_on()
         entered: dict[int, Arrival] = {}
         for peer, one in sorted(self._arrivals.items()):  # all in the same order: two nodes may enter at this step
             try:
@@ -169,7 +175,7 @@ class Reception:
                             continue
                     with suppress(PayloadError):  # an invalid record of one node must not end the search for others
                         self._look_for_one(peer, heard.get(peer))
-            except DiLoCoError:  # the store does not answer now; try again later, as no node can return without it
+            except (DiLoCoError, RuntimeError):  # no answer of the store, or no thread can be started now: try later
                 pass
             time.sleep(LOOK_SECONDS)
 
@@ -248,7 +254,11 @@ class Reception:
                 self._arrivals[peer] = Arrival(edge, attempt == 0, start, agreement)
 
         self._connecting.add(peer)
-        threading.Thread(target=connect, name="hf-diloco-returns", daemon=True).start()
+        try:
+            _start_thread(connect)
+        except RuntimeError:
+            self._connecting.discard(peer)
+            raise
 
     # At the beginning of a step.
 
@@ -292,6 +302,17 @@ class Reception:
         self._give(one.edge, torch.tensor([step]), x)
         self._board.count("returned", 1)  # before this node's next average, which includes the restarted node
         return True
+
+
+def _start_thread(run: Callable[[], None]) -> threading.Thread:
+    """Starts one of the threads of this module.
+
+    Raises:
+        RuntimeError: the system, or a limit of this process, allows no further thread now.
+    """
+    thread = threading.Thread(target=run, name="hf-diloco-returns", daemon=True)
+    thread.start()
+    return thread
 
 
 def _rest_seconds(num_again: int) -> float:
