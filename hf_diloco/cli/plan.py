@@ -155,8 +155,8 @@ def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
     num_processes, config_file = _processes(run)
     port, *ports = devices.free_ports(1 + len(numbers))
     rendezvous = place_to_meet(run.meeting, run.unit, options.island, port)
+    check_own_address(run.meeting.bind_address)
     if rendezvous is not None:
-        check_own_address(run.meeting.bind_address)
         for number in numbers:
             find_credentials(run.meeting, number, run.unit)
     shares = _devices(run, len(numbers), num_processes)

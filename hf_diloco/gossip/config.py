@@ -105,7 +105,7 @@ class GossipConfig(StrictModel):
     momentum: float | None = Field(default=None, ge=0, lt=1, description="β; default: the method's (0.9)")
     nesterov: bool | None = Field(default=None, description="Nesterov form of the momentum, where the method has one")
     lars: float = Field(
-        default=0.0, ge=0, description="layer-wise scaling for large batches (LARS's η, 0.001); 0: none"
+        default=0.0, ge=0, le=1, description="layer-wise scaling for large batches (LARS's η, 0.001); 0: none"
     )
     options: dict[str, Option] = Field(
         default={},

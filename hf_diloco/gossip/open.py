@@ -80,10 +80,10 @@ def _close(node: weakref.ref[NodeNeighbours]) -> None:
 
 def _connect(config: GossipConfig, topology: Topology, ending: ExitStack) -> tuple[Neighbours, Members | None]:
     tell_who_is_alone(config, "node")
+    check_own_address(config.bind_address)
     if config.num_nodes == 1:
         return MemoryGraph(topology).node(0), None
     notes = WaitNotes(config.node, "node")
-    check_own_address(config.bind_address)
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
     size = {"num_nodes": config.num_nodes}
     store, key, address, end_store = meet(

@@ -88,9 +88,9 @@ def open_session(
 
 def _check_own(config: DiLoCoConfig) -> None:
     """Checks this island's own settings before it waits for others."""
+    check_own_address(config.bind_address)
     if config.num_shares > 1:
         find_credentials(config, config.island)
-        check_own_address(config.bind_address)
 
 
 def abandon_last(config: DiLoCoConfig, island: IslandGroup) -> None:

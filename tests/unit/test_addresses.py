@@ -14,6 +14,11 @@ from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.gossip.config import GossipConfig
+from hf_diloco.gossip.open import open_node
+from hf_diloco.inner.island import IslandGroup
+from hf_diloco.methods.topology import make_topology
+from hf_diloco.rounds.open import open_session
 from hf_diloco.store.credentials import Credentials
 from hf_diloco.store.rendezvous import find_address, warn_if_exposed
 from hf_diloco.store.tcp_store import meet
@@ -81,6 +86,16 @@ def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch:
             silent_for=1.0,
             notes=WaitNotes(0),
         )
+
+
+def test_who_is_alone_has_an_address_of_this_machine_too() -> None:
+    """The setting has no use there, but is of use when others come."""
+    with pytest.raises(ConfigError, match=r"bind_address: '192\.0\.2\.1' is no address of this machine"):
+        open_session(DiLoCoConfig(num_islands=1, bind_address="192.0.2.1"), IslandGroup())
+    topology = make_topology("ring", 1)
+    with pytest.raises(ConfigError, match=r"bind_address: '192\.0\.2\.1' is no address of this machine"):
+        open_node(GossipConfig(num_nodes=1, bind_address="192.0.2.1"), topology, IslandGroup())
+    open_node(GossipConfig(num_nodes=1, bind_address="127.0.0.1"), topology, IslandGroup()).close()
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -389,6 +389,8 @@ def test_an_address_of_another_machine_is_refused_before_anything_starts(folder:
     planned(LaunchOptions(run_file(folder, diloco=settings)))
     with pytest.raises(ConfigError, match=f"bind_address: '{address}' is no address of this machine"):
         planned(LaunchOptions(run_file(folder, diloco={**settings, "bind_address": address})))
+    with pytest.raises(ConfigError, match="is no address of this machine"):  # nor for one that meets nobody
+        planned(LaunchOptions(run_file(folder, diloco={"num_islands": 1, "bind_address": address})))
 
 
 def test_an_option_of_a_wrong_type_is_told_once(folder: Path) -> None:

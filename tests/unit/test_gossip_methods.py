@@ -566,6 +566,7 @@ def test_memory_is_one_vector_of_state_and_two_of_work() -> None:
         ("dsgd", {"lr": float("nan")}, ["lr=nan"]),
         ("dsgd", {"weight_decay": -0.1}, ["weight_decay=-0.1"]),
         ("dsgd", {"lars": -0.1}, ["lars=-0.1"]),
+        ("dsgd", {"lars": 1e30}, ["lars=1e+30", "from 0 to 1"]),
         ("momentum-consensus", {"omega": 1.5}, ["omega=1.5"]),
         ("momentum-consensus", {"omega": "half"}, ["omega='half': give a number"]),
         ("momentum-consensus", {"omega": True}, ["omega=True: give a number"]),

@@ -40,8 +40,9 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     - `lr`: γ. May change at any step, also through torch's schedulers; each method documents the effect on its state.
     - `momentum`: β, in methods that have it.
     - `weight_decay`: λ of the L2 penalty: λx is added to the gradient, as `torch.optim.SGD` does, not decoupled.
-    - `lars`: η of layer-wise scaling (LARS, arXiv 1708.03888); 0 is without. Each tensor's gradient is replaced by
-      η‖x‖ / (‖g‖ + λ‖x‖) (g + λx), or g + λx where a norm is 0, before anything else. Usually 0 for biases and norms.
+    - `lars`: η of layer-wise scaling (LARS, arXiv 1708.03888), at most 1; 0 is without. Each tensor's gradient is
+      replaced by η‖x‖ / (‖g‖ + λ‖x‖) (g + λx), or g + λx where a norm is 0, before anything else. Usually 0 for biases
+      and norms.
 
     Attributes:
         name, paper: the method's name in the settings; the arXiv number of its source, empty for none.

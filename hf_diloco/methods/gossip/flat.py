@@ -225,6 +225,8 @@ def check_group(group: dict[str, Any]) -> None:
         value = float(group[setting])
         if not 0 <= value < math.inf:
             raise ConfigError(f"{setting}={value}: give a finite number from 0 on")
+    if (lars := float(group["lars"])) > 1:
+        raise ConfigError(f"lars={lars:g}: give a number from 0 to 1; 0.001 is usual")
     check_below_1("momentum", float(group.get("momentum", 0.0)))
 
 
