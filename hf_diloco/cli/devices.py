@@ -122,7 +122,7 @@ def describe_crowding(
         lines.append(
             f"{counted(len(shares), unit)} share {counted(len(used), 'CUDA device')} ({', '.join(used)}): they take "
             "turns there, and its memory must hold all of them; to each its own, start some on other machines with "
-            "--island"
+            f"--{unit}"
         )
     cores, needed = num_cores(), num_islands * num_processes * threads
     if needed > cores:

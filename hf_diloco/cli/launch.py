@@ -219,7 +219,7 @@ class Launcher:
         plans: the islands to start.
         display: shows their progress.
         grace: seconds that islands may take to stop.
-        way_back: how a lost island rejoins, if the others continue.
+        way_back: how a lost island rejoins, if the others continue; "{unit}" in it becomes "island" or "node".
         survives_losses: whether they do; if not, the progress of a script may still say so.
     """
 
@@ -319,7 +319,8 @@ class Launcher:
             # An island that failed before training would mostly fail at the next start, too.
             first = "" if lost.progress.training_has_begun else "once its cause is gone, "
             node_0 = ", but not node 0" if lost.unit == "node" else ""
-            self._display.note(f"the other {lost.unit}s go on; {first}{self._way_back}{node_0}")
+            way_back = self._way_back.replace("{unit}", lost.unit)
+            self._display.note(f"the other {lost.unit}s go on; {first}{way_back}{node_0}")
 
     def _act(self) -> None:
         while self._signals:

@@ -123,8 +123,8 @@ class Plan:
 
     @property
     def way_back(self) -> str:
-        """How a lost island rejoins, if the others continue."""
-        return f"the same command with --{self.unit} K --rendezvous {self.rendezvous} brings {self.unit} K back"
+        """How a lost island rejoins, if the others continue; see `Launcher`."""
+        return f"the same command with --{{unit}} K --rendezvous {self.rendezvous} brings {{unit}} K back"
 
     def describe(self, remark: str = "") -> str:
         """Returns which islands are started, out of how many, where they meet, and where the logs are."""

@@ -178,7 +178,7 @@ def _checked(key: bytes, origin: str) -> bytes:
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(
             f"{origin}: the run's key has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one by {MAKE_KEY}, and "
-            "give the same to all islands"
+            "give the same to all"
         )
     return key
 

@@ -97,7 +97,7 @@ class RunLog:
             problem = error.errors()[0]
             raise ForgedError(
                 f"{path} is no {kind.__name__} of this version of hf_diloco "
-                f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}): install the same version on all islands"
+                f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}): install the same version everywhere"
             ) from None
 
     def read_or_refuse(self, path: str, kind: type[R]) -> R | None:

@@ -89,10 +89,13 @@ def warn_if_exposed(address: str) -> None:
         )
 
 
-def refuse_public(address: str, port: int, config: Place) -> None:
+def refuse_public(address: str, port: int, config: Place, unit: str = "island") -> None:
     """Raises `RendezvousError` for a public address unless `allow_public_address` is set.
 
-    Without a key, traffic between islands is neither encrypted nor authenticated.
+    Without a key, traffic between machines is neither encrypted nor authenticated.
+
+    Args:
+        unit: "island" or "node", which do not have the same ways to meet.
     """
     try:
         _, numeric = _resolve(address, port)
@@ -103,10 +106,11 @@ def refuse_public(address: str, port: int, config: Place) -> None:
     except ValueError as error:
         raise RendezvousError(f"{address}: {error}") from None
     if not config.allow_public_address and is_public(numeric):
+        elsewhere = ", or meet in an object store" if unit == "island" else ""
         raise RendezvousError(
             f"{address} ({numeric}) is a public address, and traffic between machines is neither encrypted nor "
             "authenticated without a key; with one, strangers who reach a port can still end a process: join the "
-            "machines by a VPN and use its addresses (docs/security.md has a recipe), or meet in an object store. "
+            f"machines by a VPN and use its addresses (docs/security.md has a recipe){elsewhere}. "
             "Where a firewall lets nobody else in, set allow_public_address: true"
         )
 
@@ -166,7 +170,7 @@ def find_store(config: Place, notes: WaitNotes) -> None:
     Raises:
         RendezvousError: nobody answers within `join_timeout`, or traffic would cross a public network.
     """
-    host, port = _checked(config)
+    host, port = _checked(config, notes.unit)
     deadline = time.monotonic() + config.join_timeout
     wait = notes.begin(config.join_timeout, where=config.rendezvous)
     while True:
@@ -206,7 +210,7 @@ class StoreHost:
         from hf_diloco.store.server import StoreServer
         from hf_diloco.store.serving import Serving
 
-        host, port = _checked(config)
+        host, port = _checked(config, unit)
         raise_file_limit()
         listener = listen(host, port, config, unit)
         try:
@@ -258,9 +262,9 @@ class StoreHost:
                 self._thread.join()
 
 
-def _checked(config: Place) -> tuple[str, int]:
+def _checked(config: Place, unit: str) -> tuple[str, int]:
     assert config.rendezvous is not None
     host, port = split_tcp_url(config.rendezvous)
     for address in filter(None, (host, config.bind_address)):
-        refuse_public(address, port, config)
+        refuse_public(address, port, config, unit)
     return host, port

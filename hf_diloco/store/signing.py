@@ -235,7 +235,7 @@ class Seal(Secret):
 
 
 ORIGIN = (
-    "it was altered or cut short, belongs to another place or run, or its writer has another key; give all islands "
+    "it was altered or cut short, belongs to another place or run, or its writer has another key; give all "
     f"one key (key_file or {ENV_KEY}) and keep others away from the store"
 )
 

@@ -153,7 +153,7 @@ def _open(config: Place, silent_for: float) -> ObjectStore:
     except RendezvousError as error:
         raise RendezvousError(
             f"what answers at {config.rendezvous} is not the rendezvous of a run ({error}): another program has the "
-            "port, or a proxy stands in between. Correct rendezvous, or choose another port for all islands"
+            "port, or a proxy stands in between. Correct rendezvous, or choose another port for all"
         ) from None
 
 

@@ -254,7 +254,7 @@ class Connections:
 
     def _start(self, operation: str, tensor: torch.Tensor, peer: int, tag: int, connection: int) -> Work:
         if not self.groups:
-            raise ExchangeError("the connection between the islands is closed; restart the run from its checkpoint")
+            raise ExchangeError("the connection to the others is closed; start the run again from its checkpoint")
         try:
             handle = getattr(self.groups[connection], operation)([tensor], peer, tag)
         except RuntimeError as error:
@@ -349,8 +349,8 @@ def _not_connected(error: Exception, lane: Lane, deadline: Deadline) -> IslandLo
     late = f" within {lane.timeout:g} s" if deadline.is_over else ""
     first = "" if late else "see why the others ended, "
     return IslandLostError(
-        f"the islands could not connect to each other{late} (this one listens on {lane.address}): {first}"
-        "check that firewalls let the islands' machines reach each other on all ports, and bind_address. "
+        f"the {lane.parties.unit}s could not connect to each other{late} (this one listens on {lane.address}): {first}"
+        "check that firewalls let their machines reach each other on all ports, and bind_address. "
         f"{reason(error)}",
         error.islands if isinstance(error, IslandLostError) else (),
     )

@@ -103,8 +103,9 @@ def test_the_way_back_of_one_that_failed(tmp_path: Path, processes: Processes, f
 def test_a_script_may_say_that_the_others_go_on(tmp_path: Path, processes: Processes) -> None:
     """The launcher does not know whether it trains nodes."""
     says = {"noun": "node", "survives_losses": True}
-    launched = launch(processes, tmp_path, LONG, {"fail_at": 3, "says": says})
-    launched.wait_for("the other nodes go on")
+    way_back = "start it again with --{unit} K"
+    launched = launch(processes, tmp_path, LONG, {"fail_at": 3, "says": says}, way_back=way_back)
+    launched.wait_for("the other nodes go on; start it again with --node K, but not node 0")
     launched.interrupt()
     launched.wait(expect=1)
 

@@ -20,7 +20,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.rounds.open import open_session
 from hf_diloco.store.credentials import Credentials
-from hf_diloco.store.rendezvous import find_address, warn_if_exposed
+from hf_diloco.store.rendezvous import StoreHost, find_address, find_store, warn_if_exposed
 from hf_diloco.store.tcp_store import meet
 from hf_diloco.transport.open import MeshTransport
 from hf_diloco.utils.urls import check_specific, is_loopback, is_public
@@ -28,6 +28,7 @@ from hf_diloco.utils.waiting import WaitNotes
 from tests.processes import find_free_port
 
 ROOT = Path(__file__).parents[2]
+PUBLIC = "tcp://8.8.8.8:29400"
 EVERYWHERE = ["0.0.0.0", "::", "0", "::ffff:0.0.0.0", "::ffff:0:0"]
 
 
@@ -68,6 +69,16 @@ def test_settings_and_callbacks_refuse_every_interface(kind: str, settings: dict
 def test_the_run_file_refuses_every_interface(setting: str) -> None:
     with pytest.raises(ConfigError, match="stands for every interface"):
         read_run_file(RunFile, ROOT / "configs" / "quickstart.yaml", [setting])
+
+
+def test_nodes_are_not_sent_to_an_object_store() -> None:
+    """Which they refuse, as it is too slow for an exchange after every step."""
+    islands, nodes = DiLoCoConfig(rendezvous=PUBLIC), GossipConfig(rendezvous=PUBLIC)
+    with pytest.raises(RendezvousError, match=r"is a public address.*or meet in an object store\. Where"):
+        find_store(islands, WaitNotes(1))
+    for meet_there in (lambda: find_store(nodes, WaitNotes(1, "node")), lambda: StoreHost(nodes, unit="node")):
+        with pytest.raises(RendezvousError, match=r"is a public address.*has a recipe\)\. Where a firewall"):
+            meet_there()
 
 
 def test_a_name_for_every_interface_is_refused_where_it_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
