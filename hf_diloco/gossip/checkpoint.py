@@ -87,9 +87,12 @@ def read_index(checkpoint: Path) -> GossipIndex:
     return index
 
 
-def check_index(checkpoint: Path, mine: GossipIndex) -> None:
-    """Raises `CheckpointError` if the checkpoint is another node's, method's or graph's."""
-    index = read_index(checkpoint)
+def check_index(checkpoint: Path, mine: GossipIndex, ranks: IslandGroup) -> None:
+    """Raises `CheckpointError`, on every rank, if the checkpoint is another node's, method's or graph's.
+
+    Collective over the node's ranks.
+    """
+    index = ranks.on_all(lambda: read_index(checkpoint))
     for name in ("node", "num_nodes", "method"):
         was, is_now = getattr(index, name), getattr(mine, name)
         if was != is_now:
@@ -166,9 +169,13 @@ Held: TypeAlias = tuple[int, str]
 """Step and life of a checkpoint that a node holds."""
 
 
-def lives_of(checkpoints: Mapping[int, Path]) -> list[Held]:
-    """Step and life of each of these complete checkpoints."""
-    return [(step, read_index(path).life) for step, path in sorted(checkpoints.items())]
+def lives_of(checkpoints: Mapping[int, Path], ranks: IslandGroup) -> list[Held]:
+    """Step and life of each of these complete checkpoints, as the leader reads them. Collective over the ranks."""
+
+    def read() -> list[Held]:
+        return [(step, read_index(path).life) for step, path in sorted(checkpoints.items())]
+
+    return [(step, life) for step, life in ranks.on_leader(read)]
 
 
 def read_held(record: Record, node: int) -> list[Held]:

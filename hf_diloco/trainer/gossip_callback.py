@@ -124,7 +124,7 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     @cached_property
     def _beginning(self) -> Beginning:
-        return Beginning(self.config, self.topology, self._facts, self.node, self.optimizer)
+        return Beginning(self.config, self.topology, self._facts, self.node, self.optimizer, self._ranks)
 
     @property
     def optimizer(self) -> GossipOptimizer:
@@ -231,7 +231,7 @@ class GossipCallback(RunCallback[NodeRecord]):
             node.end.window = 1
         node.rekey()
         if state.global_step:
-            check_index(find_resumed(args, state.global_step), self._index(state))
+            check_index(find_resumed(args, state.global_step), self._index(state), self._ranks)
         loader, weighed = kwargs["train_dataloader"], check_eval_sizes(self._num_eval_examples, trainer)
         with_others = self.config.eval_weights == "average" or bool(weighed)
         facts = gossip_facts(self.config.payload, with_others, args, state, loader, weighed)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from hf_diloco.gossip.node import NodeNeighbours
+    from hf_diloco.inner.island import IslandGroup
 
 logger = logging.getLogger("hf_diloco")
 
@@ -87,6 +88,7 @@ class Beginning:
         facts: further facts that must be equal on all nodes.
         node: this node's connection to its neighbours.
         optimizer: the method's optimizer.
+        ranks: the ranks of this node.
 
     Attributes:
         life: an id of this training, equal on all nodes, that distinguishes it from earlier trainings.
@@ -94,13 +96,20 @@ class Beginning:
     """
 
     def __init__(
-        self, config: GossipConfig, topology: Topology, facts: Facts, node: NodeNeighbours, optimizer: GossipOptimizer
+        self,
+        config: GossipConfig,
+        topology: Topology,
+        facts: Facts,
+        node: NodeNeighbours,
+        optimizer: GossipOptimizer,
+        ranks: IslandGroup,
     ) -> None:
         self._config = config
         self._topology = topology
         self._facts = facts
         self._node = node
         self._optimizer = optimizer
+        self._ranks = ranks
         self._resumption: Resumption | None = None
         self._news = ""
         self.life = ""
@@ -115,7 +124,7 @@ class Beginning:
         """
         if self._node.is_returning:  # the others are training: only for the position in the data
             return self._newest_of_run(mine)
-        records = self._node.share("checkpoints", {"held": lives_of(mine)})
+        records = self._node.share("checkpoints", {"held": lives_of(mine, self._ranks)})
         with self._refusing_together():
             held = [read_held(record, node) for node, record in enumerate(records)]
             if self._optimizer.num_vectors == 0:
@@ -136,7 +145,8 @@ class Beginning:
         others = self._node.recall("join")
         if others and self._optimizer.is_in_step:
             begun, life = whole_number(others[0], "step", others[0]["node"]), others[0].get("life")
-            mine = {step: mine[step] for step, its_life in lives_of(mine) if step <= begun or its_life == life}
+            held = lives_of(mine, self._ranks)
+            mine = {step: mine[step] for step, its_life in held if step <= begun or its_life == life}
         return mine[max(mine)] if mine else None
 
     @property

@@ -25,7 +25,14 @@ from hf_diloco.apps.lm.plain import PlainCallback
 from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
 from hf_diloco.gossip import checkpoint
-from hf_diloco.gossip.checkpoint import GossipIndex, save_index, sound_checkpoints, whole_checkpoints
+from hf_diloco.gossip.checkpoint import (
+    GossipIndex,
+    check_index,
+    lives_of,
+    save_index,
+    sound_checkpoints,
+    whole_checkpoints,
+)
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.fingerprint import find_common
 from hf_diloco.outer.checkpoint import (
@@ -272,11 +279,14 @@ def test_a_damaged_checkpoint_of_a_plain_run_is_passed_over(tmp_path: Path, capl
     assert callback().common_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
 
 
+INDEX = GossipIndex(step=2, node=0, num_nodes=2, method="dsgd")
+
+
 def write_checkpoint_of_node(path: Path, step: int) -> None:
     path.mkdir()
     for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
         (path / name).write_bytes(os.urandom(1000))
-    save_index(path, GossipIndex(step=step, node=0, num_nodes=2, method="dsgd"), IslandGroup())
+    save_index(path, INDEX.model_copy(update={"step": step}), IslandGroup())
 
 
 def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -291,10 +301,11 @@ def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: p
     assert "model.safetensors does not hold what was written to it: checkpoint-6 is skipped" in caplog.text
 
 
+@pytest.mark.parametrize("what", ["sound_checkpoints", "check_index", "lives_of"])
 def test_a_record_that_one_rank_of_a_node_cannot_read_ends_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """The others waited for it, up to their timeout."""
+    """The others waited for it, up to their timeout. Only the leader reads which lives there are."""
     write_checkpoint_of_node(tmp_path / "checkpoint-2", step=2)
     read, blind = checkpoint.read_index, set[int]()
     meeting, items = threading.Barrier(2, timeout=20), dict[int, Any]()
@@ -307,10 +318,14 @@ def test_a_record_that_one_rank_of_a_node_cannot_read_ends_all_ranks(
     def look(rank: int) -> object:
         if rank == 1:
             blind.add(threading.get_ident())
-        return sound_checkpoints(tmp_path, ThreadGroup(rank, meeting, items))
+        ranks, path = ThreadGroup(rank, meeting, items), tmp_path / "checkpoint-2"
+        if what == "check_index":
+            check_index(path, INDEX, ranks)
+        return sound_checkpoints(tmp_path, ranks) if what == "sound_checkpoints" else lives_of({2: path}, ranks)
 
     monkeypatch.setattr(checkpoint, "read_index", read_unless_blind)
-    assert [str(found) for found in try_islands(2, look)] == ["stale file handle"] * 2
+    expected = [(2, "")] if what == "lives_of" else "stale file handle"
+    assert [found if what == "lives_of" else str(found) for found in try_islands(2, look)] == [expected] * 2
 
 
 # Islands that agree on a round

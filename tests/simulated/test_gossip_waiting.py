@@ -126,7 +126,7 @@ def test_nobody_ends_before_all_have_read_why_they_do_not_train_together(store: 
         node, model = NodeNeighbours(mesh, topology, number, IslandGroup()), torch.nn.Linear(1, 1)
         optimizer = make_optimizer("dsgd", model.parameters(), node, 0.1)
         config = GossipConfig(num_nodes=2, node=number, rendezvous=store.url)
-        beginning = Beginning(config, topology, {}, node, optimizer)
+        beginning = Beginning(config, topology, {}, node, optimizer, IslandGroup())
         with pytest.raises(FingerprintError) as caught:
             beginning.begin(model, TrainerState(max_steps=1), None, tmp_path / str(number), {})
         if number == 0:
