@@ -265,8 +265,7 @@ class ElasticSession(BaseSession):
         return reports
 
     def take_refused(self) -> dict[int, str]:
-        refused, self.rounds.refused = self.rounds.refused, {}
-        return refused | (self.members.log.take_refused() if self.members else {})
+        return self.rounds.refused.take() | (self.members.log.newly_refused.take() if self.members else {})
 
     def _missed(self, error: DiLoCoError) -> MissedRoundError:
         """Prepares training to continue without a round; returns the error to raise."""

@@ -26,6 +26,7 @@ from hf_diloco.rounds.catch_up import Archive
 from hf_diloco.rounds.engines import Engine, Offers
 from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, SyncClock, capture
+from hf_diloco.store.log import Refusals
 from hf_diloco.transport.base import AverageStats
 
 MAX_IN_A_ROW = 4
@@ -53,7 +54,7 @@ class ElasticRounds(Rounds):
         self._engine_of = archive.engine_of
         self._offers = Offers(self.config.island, incarnation, self.island)
         self._doubts = Doubts(self.island.is_leader)
-        self.refused: dict[int, str] = {}
+        self.refused = Refusals()
         self._links_at_look = ""
         self._lent: list[tuple[Fragment, torch.Tensor]] = []
 
@@ -288,7 +289,7 @@ class ElasticRounds(Rounds):
             return False
         self.archive.snapshots.wait()  # reads the state that changes now
         engine.on_outcome(planned, outcome, mean)
-        self.refused |= {int(island): reason for island, reason in planned.agreed.left_out.items()}
+        self.refused.add({int(island): reason for island, reason in planned.agreed.left_out.items()})
         self.archive.complete(planned, outcome)
         if self.island.is_leader:
             self.decider.remember(planned)
@@ -343,7 +344,7 @@ class ElasticRounds(Rounds):
         self.say_again(planned.round, error)
         outcome = self.abort(planned, named[:1], str(error))
         if outcome.kind == "abort":  # else others used and deleted it while this island hung
-            self.refused |= dict.fromkeys(named[:1], str(error))
+            self.refused.add(dict.fromkeys(named[:1], str(error)))
         self._offers.forget(outcome.unusable)
         self._check_patience(planned, outcome)
 
@@ -352,7 +353,7 @@ class ElasticRounds(Rounds):
         self.say_again(planned.round, error)
         outcome = self.abort(planned, error.islands, str(error))
         if isinstance(error, DamagedTransferError):
-            self.refused |= dict.fromkeys(error.islands, str(error))
+            self.refused.add(dict.fromkeys(error.islands, str(error)))
         self._check_patience(planned, outcome)
 
     def _check_patience(self, planned: Attempt, outcome: OutcomeRecord) -> None:

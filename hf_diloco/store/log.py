@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, TypeVar
 
@@ -53,6 +54,26 @@ Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 R = TypeVar("R", bound=Record)
 
 
+class Refusals:
+    """Islands that were refused, with the last reason, until they are taken; rounds behind the inner steps add some
+    while training takes others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refused: dict[int, str] = {}
+
+    def add(self, refused: Mapping[int, str]) -> None:
+        """Adds islands, each with the reason."""
+        with self._lock:
+            self._refused.update(refused)
+
+    def take(self) -> dict[int, str]:
+        """Returns the islands that were added since the last call."""
+        with self._lock:
+            taken, self._refused = self._refused, {}
+            return taken
+
+
 class RunLog:
     """Reads and writes records of one run.
 
@@ -67,7 +88,8 @@ class RunLog:
         """Paths of ignored records that do not belong to this run, with the reason."""
         self.refused_islands: dict[int, str] = {}
         """Islands whose records were refused although they hold the run's key, with the last reason."""
-        self._newly_refused: dict[int, str] = {}
+        self.newly_refused = Refusals()
+        """Those of `refused_islands` that nobody has taken yet."""
 
     def create(self, path: str, record: Record) -> bool:
         """Writes a record unless the path has one; returns whether the path now holds this record."""
@@ -147,12 +169,8 @@ class RunLog:
     def refuse_island(self, error: ForgedError) -> None:
         """Remembers the island in whose name a refused record came."""
         if error.island is not None:
-            self.refused_islands[error.island] = self._newly_refused[error.island] = str(error)
-
-    def take_refused(self) -> dict[int, str]:
-        """Returns the islands that were refused since the last call."""
-        taken, self._newly_refused = self._newly_refused, {}
-        return taken
+            self.refused_islands[error.island] = str(error)
+            self.newly_refused.add({error.island: str(error)})
 
     def watch(
         self,

@@ -213,7 +213,7 @@ def test_steps_that_were_in_no_round_are_brought_to_a_last_one(
     def miss_the_second(session: ElasticSession) -> Any:
         if session.outer.round == 1 and session.outer.steps == 2:
             session.outer.current.due_at = 4
-            session.rounds.refused[3] = "island 3 is somebody else"
+            session.rounds.refused.add({3: "island 3 is somebody else"})
             raise MissedRoundError("round 2 is missed on purpose")
         return sync(session)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition
 from hf_diloco.membership.heartbeats import LEASE_SECONDS
 from hf_diloco.membership.quorum import Quorum
-from hf_diloco.membership.round_records import OutcomeRecord, Participant, PlanRecord, Snapshot
+from hf_diloco.membership.round_records import Attempt, OutcomeRecord, Participant, PlanRecord, Snapshot
 from hf_diloco.membership.run import open_run
 from hf_diloco.rounds import joining
 from hf_diloco.rounds.direct import SegmentedMesh
@@ -401,6 +402,33 @@ def test_a_pseudo_gradient_out_of_all_reason_is_left_out(tmp_path: Path, value: 
     assert islands[0].hash == islands[1].hash
     assert torch.equal(islands[0].weights, islands[1].weights)
     assert torch.isfinite(islands[0].weights).all()
+
+
+def test_a_refusal_that_is_taken_while_a_round_adds_another_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where training reports on earlier rounds, and one is carried out behind it."""
+    meeting = Meeting(tmp_path, 2, min_islands=2, grace=1.0)
+    islands = run_islands(2, lambda island: meeting.island(island).train(2))
+    told: list[dict[int, str]] = []
+    apply = ElasticRounds.apply_outcome
+
+    class TakenMeanwhile(dict[str, str]):
+        def items(self) -> Any:
+            told.append(islands[0].session.take_refused())
+            return super().items()
+
+    def apply_outcome(rounds: ElasticRounds, planned: Attempt, *others: Any) -> bool:
+        if rounds is islands[0].session.rounds:
+            left_out = TakenMeanwhile(planned.agreed.left_out)
+            planned = replace(planned, plan=planned.agreed.model_copy(update={"left_out": left_out}))
+        return apply(rounds, planned, *others)
+
+    monkeypatch.setattr(ElasticRounds, "apply_outcome", apply_outcome)
+    islands[0].session.rounds.refused.add({7: "an earlier one"})
+    offer_spoilt(islands, float("nan"))
+    told.append(islands[0].session.take_refused())
+    assert [one.keys() for one in told] == [{7}, {1}]
 
 
 def test_an_island_whose_outer_parameters_changed_ends_and_spoils_nobody(tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ def test_a_plan_of_offers_to_another_attempt_is_not_carried_out(log: RunLog, pro
     assert outcome is not None
     assert (outcome.kind, outcome.unusable) == ("abort", "")
     assert outcome.reason.startswith(f"the plan that island 0 wrote ({second.path}) includes an offer to another")
-    assert log.take_refused().keys() == {0}
+    assert log.newly_refused.take().keys() == {0}
 
 
 def test_who_offers_what_another_island_has_written_is_to_blame(log: RunLog, process: Process) -> None:
