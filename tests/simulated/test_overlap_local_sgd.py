@@ -190,6 +190,18 @@ def test_who_is_late_by_more_than_a_period_is_left_behind(
     assert len({member.hash for member in islands}) == 1
 
 
+def test_a_round_that_is_waited_for_uses_all_progress_and_leads_to_the_anchor(tmp_path: Path) -> None:
+    """As where a late island comes just before a round."""
+    islands = train_all(Streams(tmp_path, 2, **OVERLAP).join_all(), 3)
+    own = [member.weights for member in islands]
+    reports = run_islands(2, lambda which: islands[which].session.sync())
+    assert [report.participants for report in reports] == [[0, 1], [0, 1]]
+    for member in islands:
+        assert torch.allclose(member.weights, (own[0] + own[1]) / 2, atol=1e-7)
+        assert torch.equal(member.weights, member.session.outer.current.method.parameters)
+        assert member.session.outer.on_boundary
+
+
 def test_who_is_late_by_less_than_a_period_delays_nobody(tmp_path: Path) -> None:
     meeting = Streams(tmp_path, 2, **OVERLAP, min_islands=1, grace=200.0)
     first, late = meeting.join_all()
