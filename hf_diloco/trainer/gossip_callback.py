@@ -75,7 +75,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         num_eval_examples: this node's number of evaluation examples, if nodes evaluate different examples: metrics are
             then weighted means over all nodes. With several data sets, by name: `{"books": 120, "web": 900}`.
         evaluates_at_end: makes the Trainer evaluate after the last step, whatever `eval_strategy` is.
-        node: this node's neighbours, if they have already met.
+        neighbours: this node's connection to the others, if they have already met.
         **settings: `GossipConfig` fields, instead of `config`.
 
     Raises:
@@ -96,7 +96,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         stop_file: str | Path | None = None,
         num_eval_examples: int | Mapping[str, int] | None = None,
         evaluates_at_end: bool = False,
-        node: NodeNeighbours | None = None,
+        neighbours: NodeNeighbours | None = None,
         **settings: Any,
     ) -> None:
         self.config = choose_config(GossipConfig, config, settings, "GossipCallback(method='decentlam')")
@@ -105,7 +105,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._facts = facts_given(fingerprint)
         self._num_eval_examples = num_eval_examples
         self._evaluates_at_end = evaluates_at_end
-        self._node = node
+        self._node = neighbours
         self._optimizer: GossipOptimizer | None = None
         self._view: MeanView | None = None
         self._common_steps: CommonSteps | None = None

@@ -363,7 +363,7 @@ def test_a_node_that_returns_with_another_number_of_steps_is_refused(tmp_path: P
     def come_back(neighbours: MeshNeighbours) -> None:
         node = NodeNeighbours(neighbours, ring.topology, returns, IslandGroup())
         model, args = Linear(), TrainingArguments(str(tmp_path), max_steps=5, use_cpu=True, report_to="none")
-        callback = GossipCallback(config, node=node)
+        callback = GossipCallback(config, neighbours=node)
         optimizer = callback.make_optimizer(model, args)
         data = [{"x": torch.ones(4), "y": torch.ones(1)}] * 8
         trainer = Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=[callback])

@@ -82,7 +82,7 @@ def train_nodes(
                 with building:
                     torch.manual_seed(0)
                     model = Linear()
-                callback = GossipCallback(config, node=node, num_eval_examples=sizes[number])
+                callback = GossipCallback(config, neighbours=node, num_eval_examples=sizes[number])
                 arguments = when if evaluation else {}
                 trainer = trainer_of(folder_of(number), callback, model, float(number), evaluation, **arguments)
                 trainer.__class__ = kind
@@ -331,7 +331,7 @@ class Back(MemoryNeighbours):
 def test_a_node_that_returns_does_not_evaluate_at_the_start(tmp_path: Path) -> None:
     topology = make_topology("full", 1)
     node = NodeNeighbours(Back(MemoryGraph(topology), 0), topology, 0, IslandGroup())
-    callback = GossipCallback(method="dsgd", num_eval_examples=8, node=node)
+    callback = GossipCallback(method="dsgd", num_eval_examples=8, neighbours=node)
     trainer = trainer_of(tmp_path, callback, Linear(), 0.0, data(0.0), eval_on_start=True)
     trainer.train()
     assert trainer.state.global_step == 4

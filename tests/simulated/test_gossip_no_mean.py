@@ -42,7 +42,7 @@ class InAnotherProcess(MemoryNeighbours):
 def test_what_nodes_cannot_average_is_refused_before_the_first_step(settings: dict[str, Any], tmp_path: Path) -> None:
     topology = make_topology("full", 1)
     node = NodeNeighbours(InAnotherProcess(MemoryGraph(topology), 0), topology, 0, IslandGroup())
-    callback = GossipCallback(**settings, node=node)
+    callback = GossipCallback(**settings, neighbours=node)
     with pytest.raises(UnsupportedError, match="nodes in several processes average float32, not float64"):
         callback.make_optimizer(Linear().double(), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
 
@@ -51,7 +51,7 @@ def test_it_evaluates_its_own_weights_on_its_own_data(tmp_path: Path, caplog: py
     topology = make_topology("full", 1)
     neighbours = NoRendezvous(MemoryGraph(topology), 0)
     node = NodeNeighbours(neighbours, topology, 0, IslandGroup())
-    callback = GossipCallback(method="dsgd", num_eval_examples=8, evaluates_at_end=True, node=node)
+    callback = GossipCallback(method="dsgd", num_eval_examples=8, evaluates_at_end=True, neighbours=node)
     model = Linear()
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", label_names=["y"])
     data = [{"x": torch.full((4,), float(i)), "y": torch.ones(1)} for i in range(8)]

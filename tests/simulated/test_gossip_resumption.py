@@ -175,7 +175,7 @@ def test_a_node_that_returns_takes_no_checkpoint_of_a_life_that_all_went_back_fr
     topology = make_topology("ring", 2)
     node = NodeNeighbours(Back(MemoryGraph(topology), 1), topology, 1, IslandGroup())
     config = GossipConfig(method=method, num_nodes=2, node=1, rendezvous="tcp://127.0.0.1:1")
-    callback = GossipCallback(config, node=node)
+    callback = GossipCallback(config, neighbours=node)
     callback.make_optimizer(torch.nn.Linear(2, 2), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     assert callback.common_checkpoint(tmp_path) == tmp_path / f"checkpoint-{step}"
 

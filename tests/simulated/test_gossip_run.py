@@ -456,7 +456,7 @@ def train_two(
                 )
                 meeting = {"num_nodes": 2, "node": number, "rendezvous": "tcp://127.0.0.1:1"}
                 config = GossipConfig(method=method, payload=payload, **meeting)
-                callback = GossipCallback(config, node=node)
+                callback = GossipCallback(config, neighbours=node)
                 change(number, callback, model)
                 optimizer = callback.make_optimizer(model, args) if gives_optimizer else None
                 data = [{"x": torch.full((4,), float(i + number)), "y": torch.ones(1)} for i in range(8)]

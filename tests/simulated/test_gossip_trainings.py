@@ -48,7 +48,7 @@ def train_twice(
                 args = TrainingArguments(
                     str(folder / str(number)), max_steps=num_steps, use_cpu=True, report_to="none", **arguments
                 )
-                callback = GossipCallback(config, node=node)
+                callback = GossipCallback(config, neighbours=node)
                 optimizer = callback.make_optimizer(model, args)
                 trainer = Trainer(
                     model, args, train_dataset=data_of(number), optimizers=(optimizer, None), callbacks=[callback]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm import train as lm
 from hf_diloco.apps.lm.runfile import DiLoCoBlock, RunFile
@@ -34,6 +35,13 @@ def test_one_of_several_islands_needs_a_number(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, DiLoCoCallback(num_islands=2, rendezvous=NOWHERE, join_timeout=0.2))
     with pytest.raises(ConfigError, match=NO_NUMBER.format(unit="island")):
         trainer.train()
+
+
+def test_a_callback_takes_its_number_as_it_takes_every_setting() -> None:
+    assert DiLoCoCallback(num_islands=2, island=1, rendezvous=NOWHERE).config.island == 1
+    assert GossipCallback(num_nodes=2, node=1, rendezvous=NOWHERE).config.node == 1
+    for kind, settings in ((DiLoCoCallback, DiLoCoConfig), (OuterLoop, DiLoCoConfig), (GossipCallback, GossipConfig)):
+        assert not set(inspect.signature(kind).parameters) & set(settings.model_fields), "a setting is out of reach"
 
 
 def test_one_of_several_nodes_needs_a_number(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def assemble(
         stop_file=run.island_folder() / STOP_FILE,
         num_eval_examples=len(evaluation),
         evaluates_at_end=True,
-        node=node,
+        neighbours=node,
     )
     progress.update(message="meeting the other nodes" if config.num_nodes > 1 else "starting")
     optimizer = callback.make_optimizer(model, args)
