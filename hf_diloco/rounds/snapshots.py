@@ -115,7 +115,7 @@ class Snapshots:
             tensors=infos,
             numbers=numbers,
         )
-        self._log.put(f"{folder}/rank-{self._rank:05d}.json", record)
+        self._log.put(record_path(folder, self._rank), record)
 
     def write_behind(
         self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]], keep_rounds: int
@@ -278,10 +278,25 @@ class Snapshots:
         }
 
     def _read(self, folder: str) -> Snapshot | None:
-        """Returns the snapshot in a folder, if it is complete."""
-        paths = [path for path in self._log.list(folder) if path.endswith(".json") and _SNAPSHOT.fullmatch(path)]
+        """Returns the snapshot in a folder, if it is complete.
+
+        Reads the records by name, because lists of some stores and network file systems lag behind what is written.
+        """
+        paths = [record_path(folder, 0)]
+        if not _SNAPSHOT.fullmatch(paths[0]):
+            return None
+        first = self._log.read_or_refuse(paths[0], SnapshotRecord)
+        if first is None:
+            return None
+        paths = [record_path(folder, rank) for rank in range(1, first.num_ranks)]
+        others = self._log.read_all(paths, SnapshotRecord)
         try:
-            return assemble(folder, [self._log.read_or_refuse(path, SnapshotRecord) for path in paths])
+            return assemble(folder, [first, *(others.get(path) for path in paths)])
         except PayloadError as error:
             logger.warning("a snapshot is skipped: %s", error)
             return None
+
+
+def record_path(folder: str, rank: int) -> str:
+    """Returns the path of the record that describes one rank's part of the snapshot in a folder."""
+    return f"{folder}/rank-{rank:05d}.json"

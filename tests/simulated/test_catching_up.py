@@ -150,6 +150,23 @@ def test_a_start_whose_values_are_damaged_is_written_again_where_no_round_takes_
     assert (second.reports[0].participants, second.hash) == ([0, 1], first.hash)
 
 
+def test_islands_begin_where_lists_lag_behind_what_was_written(
+    tmp_path: Path, fast_clock: FastClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a network file system that caches folders do."""
+    list_all, seen = ObjectStore.list, dict[str, float]()
+
+    def list_late(store: ObjectStore, prefix: str = "") -> list[tuple[str, int]]:
+        found, now = list_all(store, prefix), fast_clock.now()
+        return [entry for entry in found if now - seen.setdefault(entry[0], now) >= 4.0]
+
+    monkeypatch.setattr(ObjectStore, "list", list_late)
+    meeting = Meeting(tmp_path, 2, sync_timeout=60.0, join_timeout=60.0, grace=20.0)
+    islands = run_islands(2, lambda island: meeting.island(island, seed=island).train_to(2))
+    assert islands[0].hash == islands[1].hash
+    assert [report.participants for report in islands[0].reports] == [[0, 1]] * 2
+
+
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000-anchor.bin"])
 def test_a_damaged_start_is_written_again_by_its_islands_next_process(
     tmp_path: Path, name: str, fast_clock: FastClock
