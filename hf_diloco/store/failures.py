@@ -22,6 +22,8 @@ _DENIAL = re.compile(
 _PASSING = (errno.ESTALE, errno.EINTR, errno.EAGAIN)  # transient errors of a network file system
 KEEPER_GONE = "the process that hosts it has ended, or cannot be reached"  # of a store that an island or a node hosts
 _LASTING = frozenset(range(400, 500)) - {408, 409, 425, 429} | {501}  # status codes that a retry does not change
+_INTERRUPTED = re.compile(r"<Code>(?:RequestTimeout|IncompleteBody|BadDigest|XAmzContentSHA256Mismatch)<")
+"""S3's codes, with status 400, for a request that stalled or was damaged on its way."""
 _CAUSES = (
     (
         r"RequestTimeTooSkewed|RequestExpired|reasonable timeframe",
@@ -88,7 +90,7 @@ class Failures:
         if "builder error" in str(error) or _remedy_of(error):  # "builder error": http where only https is allowed
             return False
         status = re.search(r"status code: (\d{3})", str(error))
-        return not (status and int(status[1]) in _LASTING)
+        return not (status and int(status[1]) in _LASTING) or _INTERRUPTED.search(str(error)) is not None
 
     def error_for(self, verb: str, path: str, error: Exception) -> StoreError:
         """Returns the error to raise for an operation on an object that failed."""

@@ -255,6 +255,18 @@ def test_a_creation_that_is_refused_for_a_moment_is_not_lost(
         assert proxy.troubles[409] == 2
 
 
+@pytest.mark.parametrize("code", ["RequestTimeout", "BadDigest"])
+def test_a_request_that_stalled_or_was_damaged_on_its_way_is_repeated(
+    code: str, server: S3Server, use: Callable[..., ObjectStore]
+) -> None:
+    """For which S3 has the status of a request that makes no sense."""
+    with FaultyProxy(server, first_of("PUT", 400, 2), code) as proxy:
+        store = use(proxy)
+        assert store.create("a", b"mine")
+        assert proxy.troubles[400] == 2
+        assert store.get("a", 10) == b"mine"
+
+
 def test_another_one_creates_while_our_request_is_lost(server: S3Server, use: Callable[..., ObjectStore]) -> None:
     other = use(server)
 
