@@ -82,7 +82,12 @@ class Cloud:
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
     ) -> None:
         source = cut(data, pace) if pace else data
-        obstore.put(self._client, path, source, chunk_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT)
+        try:
+            obstore.put(self._client, path, source, chunk_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT)
+        except FileNotFoundError as error:  # a server that was restarted, or has completed it and lost the answer
+            if lacks_bucket(error):
+                raise
+            raise ConnectionResetError(errno.ECONNRESET, "it has forgotten the parts of this upload") from None
 
     def read(self, path: str, limit: int) -> bytes:
         result = obstore.get(self._client, path)

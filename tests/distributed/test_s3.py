@@ -267,6 +267,17 @@ def test_a_request_that_stalled_or_was_damaged_on_its_way_is_repeated(
         assert store.get("a", 10) == b"mine"
 
 
+def test_an_upload_that_the_server_has_forgotten_is_begun_again(
+    server: S3Server, use: Callable[..., ObjectStore]
+) -> None:
+    """As one that was restarted does."""
+    with FaultyProxy(server, first_of("PUT", 404), "NoSuchUpload") as proxy:
+        store, data = use(proxy, timeout=LONG), os.urandom(PART_BYTES + 7)
+        store.put("large", memoryview(data))
+        assert proxy.troubles[404] == 1
+        assert store.get("large", len(data)) == data
+
+
 def test_another_one_creates_while_our_request_is_lost(server: S3Server, use: Callable[..., ObjectStore]) -> None:
     other = use(server)
 
