@@ -1,7 +1,5 @@
 """Runs a set of islands to their end: shows their progress, stops them together, and reports the result.
 
-To the launcher, an island is a tree of processes, a log, and a few files in its folder.
-
 Exit codes of `hf-diloco launch`: 0 all islands finished; 1 an island failed; 2 the command or the run file is wrong;
 3 stopped on request, every island with a checkpoint (the same command continues); 128 + N ended by signal N without
 waiting for checkpoints (130: Ctrl-C).
@@ -9,169 +7,23 @@ waiting for checkpoints (130: Ctrl-C).
 
 from __future__ import annotations
 
-import fcntl
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TextIO
-
-import psutil
 
 from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.cli.display import LineDisplay
 from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants, terminate_orphans
-from hf_diloco.cli.log import FAILED, FINISHED, LogFollower, Outcome, UsefulLines, read_outcome
+from hf_diloco.cli.island import Island
+from hf_diloco.cli.log import FAILED, FINISHED, Outcome
 from hf_diloco.cli.plan import IslandPlan
-from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError, StopRequested
-from hf_diloco.report.progress import STOPPED_EARLY, Progress, read_progress
-from hf_diloco.utils.files import PROGRESS_FILE, STOP_FILE
-from hf_diloco.utils.redact import redact_text
+from hf_diloco.report.progress import STOPPED_EARLY
 
 POLL = 0.1  # seconds
-_NUM_LINES_KEPT = 500  # last lines of a log that are kept in memory
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NEXT_TRAINING_ENDED = re.compile(f"{StopRequested.__name__}|{IslandLostError.__name__}")
-"""Errors of a script that starts another training after a stop: its islands then leave or cannot meet."""
-
-
-class Island:
-    """A started island.
-
-    Raises:
-        ConfigError: its folder cannot be written to.
-        DiLoCoError: its folder belongs to an island that is running.
-    """
-
-    def __init__(self, plan: IslandPlan) -> None:
-        self.number = plan.number
-        self._unit = plan.unit
-        self.log_path = plan.folder / "log.txt"
-        self.outcome: Outcome | None = None
-        self._asked_to_stop_at: float | None = None
-        self._folder = plan.folder
-        self._is_useful = UsefulLines()
-        self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
-        self._progress: tuple[tuple[int, ...], Progress] = ((), Progress())
-
-        with self._opened_log(plan) as log:
-            self._follower = LogFollower(self.log_path)
-            changed = {**os.environ, **plan.environment}
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "hf_diloco.cli.guard", *plan.command],
-                stdin=subprocess.PIPE,  # never written to: it closes when the launcher ends
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={name: value for name, value in changed.items() if value is not None},
-                start_new_session=True,  # Ctrl-C reaches only the launcher
-            )
-        self.pid = self._process.pid  # of its guard
-
-    def _opened_log(self, plan: IslandPlan) -> TextIO:
-        """Prepares the folder for a start, and returns the log, open and locked."""
-        try:
-            plan.folder.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as stack:
-                log = stack.enter_context(self.log_path.open("a", encoding="utf-8", errors="backslashreplace"))
-                self._lock(log.fileno())
-                for stale in (PROGRESS_FILE, STOP_FILE):  # of an earlier start
-                    (plan.folder / stale).unlink(missing_ok=True)
-                for path, text in plan.files.items():
-                    path.write_text(text, encoding="utf-8")
-                print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {redact_text(plan.shell_line())}", file=log, flush=True)
-                stack.pop_all()
-            return log
-        except OSError as error:
-            raise ConfigError(f"{plan.folder}: {error.strerror}; give another --output") from None
-
-    def _lock(self, file: int) -> None:
-        """Locks the island's log while any of its processes has it open, including orphans of a dead launcher."""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DiLoCoError(
-                f"{self.name} of this run is running already (its processes hold {self.log_path}): "
-                "wait for its end, or choose another --name"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-
-    @property
-    def unit(self) -> str:
-        """What it is called: island or node; a script reports this when it begins to train."""
-        return self.progress.noun or self._unit
-
-    @property
-    def name(self) -> str:
-        return f"{self.unit} {self.number}"
-
-    @property
-    def running(self) -> bool:
-        return self.outcome is None
-
-    def new_lines(self) -> list[str]:
-        """Returns the new log lines worth showing. Sets `outcome` if the island has ended."""
-        code = self._process.poll()  # before reading, so that no output before the end is missed
-        lines = self._follower.new_lines(unfinished=code is not None)
-        self._tail.extend(lines)
-        if code is not None and self.outcome is None:
-            self.outcome = read_outcome(code, list(self._tail))
-            if self.outcome.code == FAILED and self._has_saved_as_asked():
-                # It waited for an island that had already left, which is an error for the waiting one.
-                self.outcome = Outcome(STOPPED, self.outcome.error.removeprefix("error: "))
-            elif self.progress.state == STOPPED_EARLY and (
-                self.outcome.code == FINISHED or _NEXT_TRAINING_ENDED.search(self.outcome.error)
-            ):
-                self.outcome = Outcome(STOPPED)  # after a stop, a script usually exits with 0, too
-        return list(filter(self._is_useful, lines))
-
-    def _has_saved_as_asked(self) -> bool:
-        if self._asked_to_stop_at is None:
-            return False
-        states = self._folder.glob("checkpoint-*/trainer_state.json")
-        return any(state.stat().st_mtime >= self._asked_to_stop_at for state in states)
-
-    @property
-    def progress(self) -> Progress:
-        """The island's progress file; parsed again only after a change."""
-        path = self._folder / PROGRESS_FILE
-        with suppress(OSError):
-            found = path.stat()
-            version = found.st_mtime_ns, found.st_ino, found.st_size  # a time alone is coarse on many file systems
-            if version != self._progress[0]:
-                self._progress = (version, read_progress(path))
-        return self._progress[1]
-
-    def ask_to_stop(self) -> bool:
-        """Asks the island to finish the step, write a checkpoint and exit; False if its folder is not writable."""
-        stop = self._folder / STOP_FILE
-        try:
-            stop.touch()
-            self._asked_to_stop_at = stop.stat().st_mtime  # the file system's clock, as for the checkpoint
-        except OSError:  # the folder is gone, or its file system full
-            return False
-        return True
-
-    def terminate(self) -> None:
-        """Ends the island's processes: SIGTERM, and SIGKILL a few seconds later. Does not wait."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-
-    def kill(self, after: float = 0.0) -> None:
-        """Waits `after` seconds for the island's end, then kills its processes."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(after)
-        if self._process.returncode is None:
-            with suppress(psutil.NoSuchProcess):
-                end_descendants(grace=0, parent=self._process.pid)
-            self._process.kill()
-        self._process.wait()
 
 
 @dataclass
@@ -305,15 +157,16 @@ class Launcher:
             self._result.failed.append(number)
             terminate_orphans([island.pid for island in self._islands if island.running])  # else it cannot come back
             # If the others continue, the summary at the end may be hours away.
-            why = f": {outcome.error.splitlines()[0]}" if self._go_on_without(island) and outcome.error else ""
+            why = f": {outcome.error.splitlines()[0]}" if self._others_go_on and outcome.error else ""
             self._display.ended(number, f"failed, {outcome.ending}{why}")
             self._stop_others(island)
 
-    def _go_on_without(self, lost: Island) -> bool:
-        return self._survives_losses or lost.progress.survives_losses
+    @property
+    def _others_go_on(self) -> bool:
+        return self._survives_losses or any(island.progress.survives_losses for island in self._islands)
 
     def _stop_others(self, lost: Island) -> None:
-        if not self._go_on_without(lost):
+        if not self._others_go_on:
             self._stop()
         elif self._stop_by is None and any(island.running for island in self._islands):
             # An island that failed before training would mostly fail at the next start, too.

@@ -34,7 +34,7 @@ class Progress:
         message: details of the state; may be empty.
         noun: what to call the participant, if the file says: island or node.
         can_stop: whether the island stops with a checkpoint on request.
-        survives_losses: whether the others go on when one is lost, as a script's callback knows.
+        survives_losses: whether the others go on when one is lost, as a script's callback or loop knows.
     """
 
     state: str = BEFORE_TRAINING

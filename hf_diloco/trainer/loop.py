@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -26,7 +26,7 @@ from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import check_count, check_prepared, check_weight, settings_of
 from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
-from hf_diloco.trainer.progress import Progress, Speed, launchers_folder
+from hf_diloco.trainer.progress import LoopProgress, Speed
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.refusals import refuse
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
@@ -70,8 +70,6 @@ class OuterLoop(HasOuterWeights):
         stopped: whether the loop ends early on request; see `should_stop`.
     """
 
-    _shown: ClassVar[OuterLoop | None] = None
-    """The loop whose progress the launcher shows: the first, if a script has several at a time."""
     NOT_BEGUN = "OuterLoop is a context manager: use it as `with OuterLoop(...) as outer:`"
 
     def __init__(
@@ -108,7 +106,7 @@ class OuterLoop(HasOuterWeights):
         self._heeds_stop = self._has_failed_together = False
         self._checkpoints: CheckpointFolder | None = None  # once the `with` block has begun
         self._record = IslandRecord(None)
-        self._progress: Progress | None = None
+        self._progress = LoopProgress()
         self._speed = Speed()
         self._seen = 0.0  # examples or tokens since the last optimizer step, for `weight_by`
 
@@ -277,7 +275,7 @@ class OuterLoop(HasOuterWeights):
         if not self._heeds_stop:
             self._heeds_stop = True
             self._stop.install(session.island)
-            (OuterLoop._shown or self)._update_progress(can_stop=True)
+            self._progress.allow_stop()
         if self._accelerator.sync_gradients and self._stop.agreed() and not self._has_taken_all:
             self.stopped = True
         return self.stopped
@@ -377,23 +375,14 @@ class OuterLoop(HasOuterWeights):
 
     def _show_progress(self) -> None:
         """Opens the island's record, and reports the loop's progress to the launcher."""
-        folder = launchers_folder() if OuterLoop._shown is None else None
-        record = self._output_dir or folder
-        self._record = IslandRecord(record)
-        if folder is not None:
-            OuterLoop._shown = self
-            unit = "steps" if self.config.weight_by == "uniform" else self.config.weight_by
-            self._progress = Progress(
-                folder, self._num_steps or 0, unit=unit, record=record, noun="island", can_stop=False
-            )
+        unit = "steps" if self.config.weight_by == "uniform" else self.config.weight_by
+        steps, survives_losses = self._num_steps or 0, self.config.meets_in_store
+        self._record = IslandRecord(self._progress.start(steps, unit, self._output_dir, survives_losses))
         self._speed.restart()
         self._update_progress(state="training")
 
     def _show_end(self, **values: Any) -> None:
-        self._update_progress(**values)
-        if OuterLoop._shown is self:
-            OuterLoop._shown = None
+        self._progress.end(step=self.global_step, round=self.round, **values)
 
     def _update_progress(self, **values: Any) -> None:
-        if self._progress is not None:
-            self._progress.update(step=self.global_step, round=self.round, **values)
+        self._progress.update(step=self.global_step, round=self.round, **values)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -86,6 +86,55 @@ class Progress:
             if problem and not self._is_failing:
                 logger.warning("%s: training goes on, and what is shown of it is out of date", problem)
             self._is_failing = bool(problem)
+
+
+class LoopProgress:
+    """The progress of an `OuterLoop`. The launcher shows one at a time: of several loops, the one entered first."""
+
+    _shown: ClassVar[LoopProgress | None] = None
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+
+    def start(self, max_steps: int, unit: str, output_dir: Path | None, survives_losses: bool) -> Path | None:
+        """Shows this loop, if the launcher started this process and shows no other.
+
+        Args:
+            max_steps, unit, survives_losses: see `Progress`.
+            output_dir: the loop's folder, if it has one.
+
+        Returns:
+            The folder of the loop's record; None without one.
+        """
+        folder = launchers_folder() if LoopProgress._shown is None else None
+        record = output_dir or folder
+        if folder is not None:
+            LoopProgress._shown = self
+            self._progress = Progress(
+                folder,
+                max_steps,
+                unit=unit,
+                record=record,
+                noun="island",
+                can_stop=False,
+                survives_losses=survives_losses,
+            )
+        return record
+
+    def allow_stop(self) -> None:
+        """Tells the launcher that the script stops on request, whichever of its loops asks for that."""
+        (LoopProgress._shown or self).update(can_stop=True)
+
+    def update(self, **values: Any) -> None:
+        """Updates some values; see `Progress.update`."""
+        if self._progress is not None:
+            self._progress.update(**values)
+
+    def end(self, **values: Any) -> None:
+        """Updates the last values; another loop may be shown then."""
+        self.update(**values)
+        if LoopProgress._shown is self:
+            LoopProgress._shown = None
 
 
 class Speed:

@@ -16,7 +16,7 @@ import pytest
 
 from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.cli.guard import TERMINATE_GRACE
-from hf_diloco.cli.launch import Island
+from hf_diloco.cli.island import Island
 from hf_diloco.cli.log import FAILED, FINISHED, Outcome
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError
@@ -100,12 +100,21 @@ def test_the_way_back_of_one_that_failed(tmp_path: Path, processes: Processes, f
     launched.wait(expect=1)
 
 
-def test_a_script_may_say_that_the_others_go_on(tmp_path: Path, processes: Processes) -> None:
-    """The launcher does not know whether it trains nodes."""
-    says = {"noun": "node", "survives_losses": True}
-    way_back = "start it again with --{unit} K"
-    launched = launch(processes, tmp_path, LONG, {"fail_at": 3, "says": says}, way_back=way_back)
+def test_the_way_back_of_a_node(tmp_path: Path, processes: Processes) -> None:
+    """The launcher of a script learns only from its progress that it trains nodes."""
+    failing = {"fail_at": 3, "says": {"noun": "node"}}
+    launched = launch(processes, tmp_path, LONG, failing, way_back="start it again with --{unit} K")
     launched.wait_for("the other nodes go on; start it again with --node K, but not node 0")
+    launched.interrupt()
+    launched.wait(expect=1)
+
+
+@pytest.mark.parametrize(("fail_at", "unit"), [(3, "node"), (1, "island")])
+def test_a_script_may_say_that_the_others_go_on(fail_at: int, unit: str, tmp_path: Path, processes: Processes) -> None:
+    """The launcher does not know whether it trains nodes. One that fails before it trains has not said so itself."""
+    says = {"noun": unit, "survives_losses": True}
+    launched = launch(processes, tmp_path, {**LONG, "says": says}, {"fail_at": fail_at, "after": [0], "says": says})
+    launched.wait_for(f"the other {unit}s go on")
     launched.interrupt()
     launched.wait(expect=1)
 

@@ -105,6 +105,15 @@ def test_the_launcher_sees_that_a_loop_has_failed(tmp_path: Path, monkeypatch: p
     assert (progress.state, progress.message) == ("failed", "out of memory")
 
 
+def test_the_launcher_sees_whether_islands_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the script knows its settings: the launcher stopped all other islands when one failed."""
+    monkeypatch.setenv(ENV_FOLDER, str(tmp_path))
+    for place in (None, f"file://{tmp_path}/store"):
+        outer, _ = make_loop(tmp_path / "0", sync_every=2, rendezvous=place)
+        with outer:
+            assert read_progress(tmp_path / "progress.json").survives_losses == (place is not None)
+
+
 def test_the_launcher_sees_the_first_of_two_loops_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a GAN. Whichever is asked, the script can stop."""
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_diloco import errors
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import RunFile
-from hf_diloco.cli.launch import Island
+from hf_diloco.cli.island import Island
 from hf_diloco.cli.main import app
 from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.errors import ConfigError, IslandLostError
