@@ -202,14 +202,11 @@ def folder_of(args: TrainingArguments) -> Path:
     return Path(args.output_dir or "trainer_output")
 
 
-def folder_given(resume_from_checkpoint: str | Path | None) -> Path | None:
-    """Returns `resume_from_checkpoint` as a path; raises `ConfigError` if it is not a path."""
-    if isinstance(resume_from_checkpoint, str | Path | None):
-        return Path(resume_from_checkpoint) if resume_from_checkpoint else None
-    raise ConfigError(
-        f"DiLoCoCallback(resume_from_checkpoint={resume_from_checkpoint!r}): give the folder, or leave it out, and "
-        "call trainer.train(resume_from_checkpoint=True)"
-    )
+def path_given(call: str, name: str, value: Any, remedy: str = "give a path, or leave it out") -> Path | None:
+    """Returns an argument as a path; None if it is empty. Raises `ConfigError` if it is neither text nor a path."""
+    if isinstance(value, str | os.PathLike | None):
+        return Path(value) if value else None
+    raise ConfigError(f"{call}({name}={value!r}): {remedy}")
 
 
 def examples_per_step(args: TrainingArguments) -> int:

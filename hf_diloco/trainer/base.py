@@ -24,6 +24,7 @@ from hf_diloco.trainer.arguments import (
     folder_of,
     is_of_training,
     name_evaluated,
+    path_given,
     tokens_per_step,
 )
 from hf_diloco.trainer.progress import Progress, RunFilesCallback, launchers_folder
@@ -58,7 +59,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._facts: Facts = {}
         self.stopped = False
         self.moved_at_end = False
-        self._stop = StopFlag(Path(stop_file) if stop_file else launchers_stop_file())
+        self._stop = StopFlag(path_given(type(self).__name__, "stop_file", stop_file) or launchers_stop_file())
         self._saving: Saving | None = None
         self._record: R | None = None
         self._replaced = ExitStack()  # restores replaced attributes of the Trainer when training ends

@@ -38,9 +38,9 @@ from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import (
     check_arguments,
     examples_per_step,
-    folder_given,
     folder_of,
     name_evaluated,
+    path_given,
     tokens_per_step,
 )
 from hf_diloco.trainer.base import RunCallback, warn_if_short
@@ -57,6 +57,7 @@ _OWN_OPTIMIZER = (
     "give the Trainer an optimizer of this model's parameters, or leave `optimizers` out, and choose an `optim` that "
     "is not layerwise"
 )
+_RESUMES_FROM_FOLDER = "give the folder, or leave it out, and call trainer.train(resume_from_checkpoint=True)"
 
 
 class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
@@ -106,7 +107,9 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         HasOuterWeights.__init__(self)
         self._sync_every = self.config.sync_every
         self._facts = facts_given(fingerprint)
-        self._resume_path = folder_given(resume_from_checkpoint)
+        self._resume_path = path_given(
+            "DiLoCoCallback", "resume_from_checkpoint", resume_from_checkpoint, _RESUMES_FROM_FOLDER
+        )
         self._failure: DiLoCoError | None = None
         self._tokens_seen = 0
         self._unnoted: list[SyncReport] = []

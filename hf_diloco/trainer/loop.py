@@ -24,7 +24,7 @@ from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.session import BaseSession
-from hf_diloco.trainer.arguments import check_count, check_prepared, check_weight, settings_of
+from hf_diloco.trainer.arguments import check_count, check_prepared, check_weight, path_given, settings_of
 from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from hf_diloco.trainer.progress import LoopProgress, Speed
 from hf_diloco.trainer.record import IslandRecord
@@ -60,8 +60,8 @@ class OuterLoop(HasOuterWeights):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ConfigError: `optimizer` was not prepared, or trains another model; a count is not a positive integer; on
-            entering: the Accelerator has a setting that the outer loop does not support.
+        ConfigError: `optimizer` was not prepared, or trains another model; a count is not a positive integer, or a
+            folder no path; on entering: the Accelerator has a setting that the outer loop does not support.
         RendezvousError, FingerprintError, UnsupportedError, CheckpointError: on entering.
 
     Attributes:
@@ -94,9 +94,10 @@ class OuterLoop(HasOuterWeights):
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
         self._facts: Facts = facts_given(fingerprint)
-        self._output_dir = Path(output_dir).absolute() if output_dir else None  # before a script changes directory
+        own = path_given("OuterLoop", "output_dir", output_dir)
+        self._output_dir = own and own.absolute()  # before a script changes directory
         self._folder = self._output_dir or Path(f"island-{self.config.island}").absolute()
-        self._resume_from = Path(resume_from) if resume_from else None
+        self._resume_from = path_given("OuterLoop", "resume_from", resume_from)
         self._num_steps = check_count("num_steps", num_steps)
         self._num_rounds = check_count("num_rounds", num_rounds)
         if num_steps is not None and num_rounds is None:

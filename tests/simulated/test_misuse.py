@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -423,6 +424,21 @@ def test_a_callback_resumes_from_a_folder_only() -> None:
     wrong: Any = True
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint=True\): give the folder.*trainer\.train\("):
         DiLoCoCallback(sync_every=2, resume_from_checkpoint=wrong)
+
+
+@pytest.mark.parametrize("given", [3, True, ["a"], b"a"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (DiLoCoCallback, "stop_file"),
+        (GossipCallback, "stop_file"),
+        (make_loop, "output_dir"),
+        (make_loop, "resume_from"),
+    ],
+)
+def test_paths_that_are_none(make: Callable[..., Any], name: str, given: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"\w+\({name}={re.escape(repr(given))}\): give a path, or leave it out"):
+        make(**{name: given})
 
 
 @pytest.mark.parametrize(

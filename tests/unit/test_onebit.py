@@ -454,3 +454,13 @@ def test_a_run_file_with_an_island_that_synchronises_seldom() -> None:
     optimizer = load_run_file(ROOT / "configs" / "quickstart.yaml", given).optimizer
     assert optimizer is not None
     assert optimizer.of_method()["coeff_beta"] == 0.9
+
+
+def test_a_callback_of_other_things() -> None:
+    wrong: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(TypeError, match="optimizer is a SGD: give the Trainer's OneBitAdam or OneBitLamb"):
+        OneBitCallback(wrong)
+    payload: Any = "int8"
+    optimizer = OneBitAdam([torch.nn.Parameter(torch.ones(1))], lr=0.1, freeze_step=2)
+    with pytest.raises(ConfigError, match=r"OneBitCallback\(warmup_payload='int8'\): give fp32 or fp16"):
+        OneBitCallback(optimizer, payload)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_diloco.errors import CheckpointError, UnsupportedError
+from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_diloco.inner import unwrap_optimizer
 from hf_diloco.optimizers.onebit.adam import OneBitAdam
 from hf_diloco.optimizers.onebit.lamb import OneBitLamb
@@ -27,6 +27,7 @@ from hf_diloco.utils.files import is_write_failure, reason_of
 logger = logging.getLogger("hf_diloco")
 
 METHODS: dict[str, type[OneBitOptimizer]] = {"onebit_lamb": OneBitLamb, "onebit_adam": OneBitAdam}
+_WARMUPS = {"fp32": average_gradients, "fp16": average_gradients_in_fp16}
 _BYTES = "bytes_untold"
 _FILE = re.compile(r"onebit_errors_(\d+)_of_(\d+)\.safetensors")
 
@@ -66,6 +67,10 @@ class OneBitCallback(TrainerCallback):
     Args:
         optimizer: the Trainer's.
         warmup_payload: number format of the gradients that ranks exchange in the warm-up.
+
+    Raises:
+        TypeError: `optimizer` is no 1-bit optimizer.
+        ConfigError: there is no such `warmup_payload`.
     """
 
     def __init__(
@@ -73,8 +78,12 @@ class OneBitCallback(TrainerCallback):
         optimizer: OneBitOptimizer,
         warmup_payload: Literal["fp32", "fp16"] = "fp32",
     ) -> None:
+        if not isinstance(optimizer, OneBitOptimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: give the Trainer's OneBitAdam or OneBitLamb")
+        if warmup_payload not in _WARMUPS:
+            raise ConfigError(f"OneBitCallback(warmup_payload={warmup_payload!r}): give {' or '.join(_WARMUPS)}")
         self.optimizer = optimizer
-        self._warmup = average_gradients_in_fp16 if warmup_payload == "fp16" else average_gradients
+        self._warmup = _WARMUPS[warmup_payload]
         self._hooked: Any = None
         self._bytes_told = 0  # sent by this rank, and logged
         self._bytes_before = 0  # sent by all ranks before the checkpoint of a resumed run, and not logged yet
