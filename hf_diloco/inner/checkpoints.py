@@ -17,7 +17,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
-from functools import wraps
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,6 @@ LONGEST_CONVERSION = 24 * 3600.0
 _PART = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _SUFFIX = "_universal"
 _CUTS_PARAMETERS = 3
-_IS_PATCHED = "_hf_diloco_resumes_across_ranks"
 
 
 def saved_kind(checkpoint: Path) -> SavedKind:
@@ -50,31 +49,26 @@ def saved_kind(checkpoint: Path) -> SavedKind:
     return next((kind for kind, patterns in _FILES if any(any(checkpoint.glob(one)) for one in patterns)), "")
 
 
-def resume_across_ranks() -> None:
-    """Patches DeepSpeed in this process to load checkpoints of any number of ranks.
+def load_engine(engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
+    """Does `DeepSpeedEngine.load_checkpoint`, of a checkpoint of any number of ranks. Collective over the ranks.
 
-    Checkpoints that DeepSpeed can load are loaded as before.
+    Args:
+        engine: the DeepSpeedEngine.
+        load_dir, tag, **kwargs: see `DeepSpeedEngine.load_checkpoint`.
+
+    Raises:
+        CheckpointError: the checkpoint is of another ZeRO stage, or cannot be converted.
     """
-    from deepspeed import DeepSpeedEngine
-
-    original = DeepSpeedEngine.load_checkpoint
-    if hasattr(original, _IS_PATCHED):
-        return
-
-    @wraps(original)
-    def load_checkpoint(engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
-        ranks = IslandGroup(timeout=LONGEST_CONVERSION)
-        folder = _folder_of(Path(load_dir), tag)
-        is_cut = hasattr(engine.optimizer, "dp_process_group")  # DeepSpeed's own test for writing a part
-        check_stage(folder, engine.zero_optimization_stage(), is_cut, ranks)
-        written_by = max(ranks.gather(count_ranks(folder)))
-        if written_by in (0, ranks.size):  # 0: stage 0, which is not sharded, or nothing to convert
-            return original(engine, load_dir, tag, **kwargs)
-        with _converted(folder, written_by, ranks) as universal, _loading_universal(engine):
-            return original(engine, load_dir, universal.name, **kwargs)
-
-    setattr(load_checkpoint, _IS_PATCHED, True)
-    DeepSpeedEngine.load_checkpoint = load_checkpoint
+    load = partial(type(engine).load_checkpoint, engine)
+    ranks = IslandGroup(timeout=LONGEST_CONVERSION)
+    folder = _folder_of(Path(load_dir), tag)
+    is_cut = hasattr(engine.optimizer, "dp_process_group")  # DeepSpeed's own test for writing a part
+    check_stage(folder, engine.zero_optimization_stage(), is_cut, ranks)
+    written_by = max(ranks.gather(count_ranks(folder)))
+    if written_by in (0, ranks.size):  # 0: stage 0, which is not sharded, or nothing to convert
+        return load(load_dir, tag, **kwargs)
+    with _converted(folder, written_by, ranks) as universal, _loading_universal(engine):
+        return load(load_dir, universal.name, **kwargs)
 
 
 def count_ranks(folder: Path) -> int:

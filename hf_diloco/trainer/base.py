@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,7 +13,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_diloco.inner.checkpoints import resume_across_ranks
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts
 from hf_diloco.trainer.arguments import (
@@ -30,6 +28,7 @@ from hf_diloco.trainer.arguments import (
 from hf_diloco.trainer.progress import Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.refusals import refuse_unknown_layers, refuse_unreadable_masters
+from hf_diloco.trainer.resuming import resume_across_ranks
 from hf_diloco.trainer.saving import Saving
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.write_failures import replaced
@@ -65,8 +64,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._replaced = ExitStack()  # restores replaced attributes of the Trainer when training ends
         self._ends_early = False
         self._sync_every = 0  # steps between rounds, if there are any
-        if "deepspeed" in sys.modules:  # `add_callback` comes after `on_init_end`
-            resume_across_ranks()
+        resume_across_ranks()
 
     def stop(self) -> None:
         """Requests a clean stop: finish the step, write a checkpoint. Safe in any thread or signal handler."""
@@ -75,7 +73,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Checks the settings of DeepSpeed and FSDP, and lets DeepSpeed resume with a different number of ranks.
+        """Checks the settings of DeepSpeed and FSDP.
 
         Raises:
             ConfigError: DeepSpeed is used without a launcher; or DeepSpeed or FSDP has a setting that would fail.
@@ -83,7 +81,6 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         if args.deepspeed_plugin is not None:
             check_launched()
             refuse_unreadable_masters(args.deepspeed_plugin.deepspeed_config, self.has_outer_loop)
-            resume_across_ranks()
         if args.fsdp:
             assert isinstance(args.fsdp_config, dict), "TrainingArguments makes it of whatever it is given"
             refuse_unknown_layers(args.fsdp_config.get("transformer_layer_cls_to_wrap"), kwargs["model"])

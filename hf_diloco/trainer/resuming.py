@@ -1,21 +1,23 @@
-"""Checks that a resumed training matches its checkpoint: raises or warns, depending on the mismatch."""
+"""Lets the Trainer resume with another number of ranks, and checks that what resumes matches its checkpoint."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments, trainer as trainer_module
 
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.base import Shards
-from hf_diloco.inner.checkpoints import saved_kind
+from hf_diloco.inner.checkpoints import load_engine, saved_kind
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.schedule import step_of
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import examples_per_step
+from hf_diloco.trainer.write_failures import replaced
 from hf_diloco.utils.lr_schedule import move_schedule, steps_taken
 
 logger = logging.getLogger("hf_diloco")
@@ -30,6 +32,28 @@ _CHANGED = {
 """Warnings about changed `data_facts`."""
 
 _WORDS = {"ZeRO": "DeepSpeed", "FSDP2": "FSDP2", "plain": "plain training or DDP"}
+
+
+_IS_PATCHED = "_hf_diloco_resumes_across_ranks"
+
+
+def resume_across_ranks() -> None:
+    """Patches transformers in this process: Trainers load DeepSpeed's checkpoints of any number of ranks.
+
+    The Trainer loads before it calls a callback that `add_callback` gave it. DeepSpeed may be imported later.
+    """
+    module: Any = trainer_module
+    original = module.deepspeed_load_checkpoint
+    if hasattr(original, _IS_PATCHED):
+        return
+
+    @wraps(original)
+    def load(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with replaced(engine, "load_checkpoint", partial(load_engine, engine)):
+            return original(engine, *args, **kwargs)
+
+    setattr(load, _IS_PATCHED, True)
+    module.deepspeed_load_checkpoint = load
 
 
 def data_facts(args: TrainingArguments, config: DiLoCoConfig) -> dict[str, int]:

@@ -46,6 +46,8 @@ def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(tmp_path: Path) 
 
 @pytest.mark.distributed
 def test_a_callback_that_is_added_later_resumes_across_ranks_too(tmp_path: Path) -> None:
+    """Though it was made before DeepSpeed was imported."""
+
     def island(num_ranks: int, **changes: object) -> list[str]:
         settings: dict[str, object] = {
             **{"output_dir": str(tmp_path / "run"), "result": str(tmp_path / f"{num_ranks}.json"), "zero": 2},

@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_diloco.errors import CheckpointError, UnsupportedError
 from hf_diloco.inner import open_shards
-from hf_diloco.inner.checkpoints import resume_across_ranks
+from hf_diloco.inner.checkpoints import load_engine
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import layout_of
 
@@ -302,8 +302,7 @@ def save_alone() -> None:
 
 def loaded(checkpoint: Path) -> Made:
     engine = engine_of(2)
-    resume_across_ranks()
-    engine.load_checkpoint(str(checkpoint), tag="step")
+    load_engine(engine, str(checkpoint), tag="step")
     return engine.module, engine.optimizer
 
 

@@ -2,8 +2,9 @@
 
 Settings: output_dir, result, zero (null, 0..3), fsdp (null, or `fsdp_config`), full_disk_at (a step), bf16,
 own_optimizer ("AdamW" of DeepSpeed), offload, lora, data_seed, per_device_batch, accumulation, max_steps, save_steps,
-schedule, resume (a folder, or "common"), adds_callback (once the Trainer is made), fail_at, extra (TrainingArguments),
-diloco (null or DiLoCoConfig fields; island, num_islands and rendezvous: environment).
+schedule, resume (a folder, or "common"), adds_callback (it is made before DeepSpeed is imported, and added once the
+Trainer is made), fail_at, extra (TrainingArguments), diloco (null or DiLoCoConfig fields; island, num_islands and
+rendezvous: environment).
 """
 
 from __future__ import annotations
@@ -87,10 +88,19 @@ def deepspeed_settings(settings: dict[str, Any]) -> dict[str, Any] | None:
     return whole
 
 
+def made_callback(settings: dict[str, Any]) -> Any:
+    from hf_diloco import DiLoCoCallback
+
+    return DiLoCoCallback(**settings["diloco"])
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
+    held = sys.modules.pop("deepspeed", None)  # a forked process has imported it, a user's has not
+    added = [made_callback(settings)] if settings.get("adds_callback") else []
+    sys.modules.update({"deepspeed": held} if held else {})
     if settings.get("zero") is not None:
         import deepspeed.ops
 
@@ -142,13 +152,10 @@ def main() -> None:
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # else Accelerate leaves FSDP out
     model = make_model(settings.get("lora", False), settings.get("tied", True), settings.get("model_seed", 1))
     callbacks: list[Any] = [Recorder()]
-    if settings.get("diloco") is not None:
-        from hf_diloco import DiLoCoCallback
-
-        callbacks.append(DiLoCoCallback(**settings["diloco"]))
+    if settings.get("diloco") is not None and not added:
+        callbacks.append(made_callback(settings))
         if settings.get("resume") == "common":
             settings["resume"] = str(callbacks[-1].common_checkpoint(settings["output_dir"]))
-    added = [callbacks.pop()] if settings.get("adds_callback") else []
     trainer = Trainer(model, args, train_dataset=Tokens(settings.get("data_seed", 0)), callbacks=callbacks)
     for callback in added:
         trainer.add_callback(callback)

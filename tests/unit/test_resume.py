@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from torch import nn
+from transformers import trainer as trainer_module
 
 from hf_diloco.apps.common.training import loading
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner import checkpoints
-from hf_diloco.inner.checkpoints import check_stage, resume_across_ranks
+from hf_diloco.inner.checkpoints import check_stage
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.trainer.resuming import resume_across_ranks
 from tests.islands import try_islands
 from tests.thread_group import ThreadGroup
 
@@ -60,16 +62,12 @@ def test_a_folder_of_nothing_is_left_to_deepspeed(tmp_path: Path) -> None:
     check_stage(tmp_path, 2, True, IslandGroup())
 
 
-def test_each_training_of_a_process_asks_deepspeed_for_it_and_the_first_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from deepspeed import DeepSpeedEngine
-
-    monkeypatch.setattr(DeepSpeedEngine, "load_checkpoint", DeepSpeedEngine.load_checkpoint)
+def test_each_callback_of_a_process_patches_the_trainer_and_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "deepspeed_load_checkpoint", trainer_module.deepspeed_load_checkpoint)
     resume_across_ranks()
-    first = DeepSpeedEngine.load_checkpoint
+    first = trainer_module.deepspeed_load_checkpoint
     resume_across_ranks()
-    assert DeepSpeedEngine.load_checkpoint is first
+    assert trainer_module.deepspeed_load_checkpoint is first
 
 
 def test_no_rank_goes_on_before_the_converted_copy_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
