@@ -73,6 +73,29 @@ class IslandGroup:
         thread.start()
         thread.join(seconds)
 
+    def leave_word(self, key: str, word: str) -> None:
+        """Leaves a word that other ranks find by `find_word`, also when this rank has exited; the first word stays.
+
+        It is in the store where the ranks met: without torchrun rank 0 keeps that, and its exit ends it.
+        """
+        if self.group is not None:
+            with suppress(RuntimeError):  # the store is gone
+                self._words().compare_set(key, "", json.dumps([self.rank, word]))
+
+    def find_word(self, key: str) -> tuple[int, str] | None:
+        """Returns the rank that left the first word under `key`, and its word; None if there is none."""
+        if self.group is not None:
+            with suppress(RuntimeError):
+                if self._words().check([key]):
+                    rank, word = json.loads(self._words().get(key))
+                    return rank, word
+        return None
+
+    def _words(self) -> dist.Store:
+        assert self.group is not None
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"hf_diloco/words/{self.group.group_name}", store)
+
     def from_leader(self, item: Any) -> Any:
         """Returns the leader's `item` (JSON-able) on every rank; ignores the argument of other ranks."""
         if self.size == 1:

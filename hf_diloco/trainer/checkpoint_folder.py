@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -57,6 +58,7 @@ class CheckpointFolder:
         self._find_needed = find_needed
         self._deletes = deletes
         self._written: set[Path] = set()
+        self._num_begun = 0
         self._earlier = self._find_earlier() if begins_anew and ranks.is_leader else set()
 
     def _find_earlier(self) -> set[Path]:
@@ -90,23 +92,36 @@ class CheckpointFolder:
             CheckpointError: `write` raised another error on another rank, which the message names.
         """
         self._set_aside(checkpoint)
-        failures: list[str] = []
+        self._num_begun += 1
+        about = f"checkpoint {self._num_begun}"
         try:
-            write(failures)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            self._ranks.gather_briefly({"failures": [], "error": text}, _LAST_WORD_SECONDS)
-            raise
-        said = self._ranks.gather({"failures": failures[:1], "error": ""})
+            said = self._write(write, about)
+        except RuntimeError as error:  # of PyTorch, if a rank that this one waited for has failed and exited
+            first = self._ranks.find_word(about)
+            if first is None or first[0] == self._ranks.rank:
+                raise
+            raise _not_whole(checkpoint, *first) from error
         for rank, one in enumerate(said):
             if one["error"]:
-                raise CheckpointError(f"{checkpoint} is not whole: rank {rank} failed to write it ({one['error']})")
+                raise _not_whole(checkpoint, rank, one["error"])
         met = [failure for one in said for failure in one["failures"]]
         if not met:
             return ""
         remove(checkpoint)
         self._ranks.barrier()  # callbacks must not see it any more
         return f"{checkpoint} cannot be written ({met[0]})"
+
+    def _write(self, write: Callable[[list[str]], object], about: str) -> list[dict[str, Any]]:
+        """Writes, and returns what all ranks say of it. If `write` raises, its error is left under `about`."""
+        failures: list[str] = []
+        try:
+            write(failures)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self._ranks.leave_word(about, text)  # for ranks that wait for this one within `write`
+            self._ranks.gather_briefly({"failures": [], "error": text}, _LAST_WORD_SECONDS)
+            raise
+        return self._ranks.gather({"failures": failures[:1], "error": ""})
 
     def _set_aside(self, checkpoint: Path) -> None:
         """Sets a checkpoint of this step aside until the new one is complete; deletes it if it is unfinished."""
@@ -213,6 +228,10 @@ class CheckpointFolder:
         except OSError:
             return False
         return False
+
+
+def _not_whole(checkpoint: Path, rank: int, reason: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoint} is not whole: rank {rank} failed to write it ({reason})")
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -1,7 +1,7 @@
 """A user's loop, as `hf-diloco launch -- python` starts it: who it is comes from the environment.
 
 With --asks it saves when it is asked to stop, with --save-every after so many steps; with --resume it goes on from
-there. A rank may fail at the fifth step, an island be killed at a step.
+there. A rank may fail at the fifth step, or in a write of its own that is collective; an island be killed at a step.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ import argparse
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from hf_diloco import DiLoCoConfig, OuterLoop
+from hf_diloco.trainer import checkpoint_folder
 
 SECONDS_A_STEP = 0.01  # so that a launcher sees it train
+
+
+def write_together(failing: int, folder: Path) -> None:
+    if dist.get_rank() == failing:
+        raise KeyError("no such tensor")
+    dist.barrier()
 
 
 def main() -> None:
@@ -28,6 +37,7 @@ def main() -> None:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--fails-on", type=int, help="rank")
+    parser.add_argument("--fails-to-write", type=int, help="rank")
     parser.add_argument("--killed", type=int, nargs=2, help="island and step")
     given = parser.parse_args()
 
@@ -53,6 +63,12 @@ def main() -> None:
             if [config.island, outer.global_step] == given.killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             must_stop = given.asks and outer.should_stop()
+            if outer.global_step == 3 and given.fails_to_write is not None:
+                checkpoint_folder._LAST_WORD_SECONDS = 0.5  # in which the other rank waits within `write`
+                try:
+                    outer.save_checkpoint(write=partial(write_together, given.fails_to_write))
+                except KeyError:
+                    os._exit(0)  # after an error torchrun ends the other rank
             if must_stop or (given.save_every and outer.global_step % given.save_every == 0):
                 outer.save_checkpoint(limit=1)
             if must_stop:

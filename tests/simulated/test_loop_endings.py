@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from pathlib import Path
@@ -185,3 +186,15 @@ def test_an_error_on_one_rank_ends_the_island(rank: int, tmp_path: Path) -> None
     program = torchrun(2, "-m", "tests.programs.own_loop", str(tmp_path), "100", "--asks", f"--fails-on={rank}")
     ended = run(program, timeout=60, expect=1)
     assert "OSError: no space left for the log" in ended.output
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_a_collective_write_is_named_on_the_others(rank: int, tmp_path: Path) -> None:
+    """They wait for it within `write`, and PyTorch tells them only that a connection broke."""
+    program = torchrun(2, "-m", "tests.programs.own_loop", str(tmp_path), "4", f"--fails-to-write={rank}")
+    output = run(program, timeout=60, expect=1).output
+    told = (
+        rf"CheckpointError: .*checkpoint-3 is not whole: rank {rank} failed to write it \(KeyError: 'no such tensor'\)"
+    )
+    assert re.search(told, output), output
