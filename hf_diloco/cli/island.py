@@ -109,6 +109,7 @@ class Island:
         lines = self._follower.new_lines(unfinished=code is not None)
         self._tail.extend(lines)
         if code is not None and self.outcome is None:
+            self._follower.close()
             self.outcome = read_outcome(code, list(self._tail))
             if self.outcome.code == FAILED and self._has_saved_as_asked():
                 # It waited for an island that had already left, which is an error for the waiting one.

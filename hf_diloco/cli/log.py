@@ -6,6 +6,7 @@ launchers that it uses write the real code to the log.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from dataclasses import dataclass
@@ -64,24 +65,31 @@ def clean(line: str) -> str:
 
 
 class LogFollower:
-    """Reads the complete lines that were added to a log file since the last call."""
+    """Reads the complete lines that were added to a log file since the last call, also after it was moved or deleted.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._file = path.open("rb", buffering=0)  # as the processes that write to it keep it open
+        self._offset = self._file.seek(0, os.SEEK_END)
 
     def new_lines(self, unfinished: bool = False) -> list[str]:
         """Returns new lines, cleaned. Keeps back a last line without line end, unless `unfinished` is true."""
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:  # removed, or its disk fails: that must not end the island
+            self._file.seek(self._offset)
+            data = self._file.read() or b""
+        except OSError:  # its disk fails: that must not end the island
             return []
         whole = data if unfinished else data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         lines = whole.decode(errors="replace").removesuffix("\n").split("\n") if whole else []
         return [clean(line) for line in lines]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
 
 
 class UsefulLines:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -48,7 +50,8 @@ class Record:
     """The record of one training: events, one JSON object per line.
 
     Lines are written immediately, so a killed process loses at most one. If the disk is full or fails, logs a warning
-    and buffers up to 4 MB of events in memory until writing works again.
+    and buffers up to 4 MB of events in memory until writing works again. If the file is deleted, moved or replaced, as
+    with its folder, logs a warning and goes on in a new one, which begins with the `start` event again.
 
     Args:
         folder: the folder of `metrics.jsonl`; None on ranks that do not write.
@@ -57,6 +60,7 @@ class Record:
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / METRICS_FILE
         self._file: FileIO | None = None
+        self._start = b""
         self._waiting = b""
         self._is_failing = False
         self._epoch = time.time() - time.monotonic()  # read once: setting the clock must not shift times
@@ -72,6 +76,10 @@ class Record:
         if event == "start" and (launched_in := launchers_folder()) is not None:
             record["launched_in"] = str(launched_in)
         line = json.dumps(finite(record)).encode() + b"\n"
+        if event == "start":
+            self._start = line
+        elif self._is_gone(self._path):
+            self._begin_anew(self._path, step)
         if len(self._waiting) + len(line) <= _LONGEST_BACKLOG:
             self._waiting += line
         self._append(self._path)
@@ -81,6 +89,26 @@ class Record:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _is_gone(self, path: Path) -> bool:
+        """Whether the path no longer leads to the open file, so that nobody would find what is written to it."""
+        if self._file is None:
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # else the disk may only be failing
+
+    def _begin_anew(self, path: Path, step: int) -> None:
+        logger.warning(
+            "%s has been deleted, moved or replaced: training goes on, and its events from step %d on are in a new "
+            "file there. If its folder was moved, its earlier checkpoints are no longer found: move them back, too",
+            path,
+            step,
+        )
+        with suppress(OSError):
+            self.close()
+        self._file = None
 
     def _append(self, path: Path) -> None:
         try:
@@ -104,6 +132,8 @@ class Record:
         size = path.stat().st_size
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             self._waiting = b"\n" + self._waiting  # end the partial line of a killed process first
+        if not size and not self._waiting.startswith(self._start):
+            self._waiting = self._start + self._waiting  # the earlier file is gone
         return file
 
 

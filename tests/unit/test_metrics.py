@@ -87,6 +87,29 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
         json.loads(lines[1])
 
 
+def test_a_folder_that_is_moved_away_is_told_once_and_written_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All later events went into the moved file, which nobody found, and no warning was given."""
+    folder, moved = tmp_path / "island-0", tmp_path / "moved"
+    writer = Record(folder)
+    writer.write("start", 0)
+    writer.write("train", 1)
+    folder.rename(moved)
+    for step in (2, 3):
+        writer.write("train", step)
+    assert [event["step"] for event in read(moved / "metrics.jsonl")] == [0, 1]
+    assert [(event["event"], event["step"]) for event in read(folder / "metrics.jsonl")] == [
+        *(("start", 0), ("train", 2), ("train", 3)),
+    ]
+    assert caplog.text.count("has been deleted, moved or replaced") == 1
+    edited = tmp_path / "edited"
+    edited.write_bytes((folder / "metrics.jsonl").read_bytes())
+    edited.replace(folder / "metrics.jsonl")  # as editors do
+    writer.write("train", 4)
+    assert [event["step"] for event in read(folder / "metrics.jsonl")] == [0, 2, 3, 4]
+
+
 def test_an_empty_file_needs_no_repair(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     Record(tmp_path).write("train", 1)
