@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from contextlib import ExitStack, suppress
 from typing import TextIO
@@ -16,10 +14,11 @@ from typing import TextIO
 import psutil
 
 from hf_diloco.apps.common.environment import STOPPED
+from hf_diloco.apps.common.island_log import LOG_FILE, note_start, open_log
 from hf_diloco.cli.guard import end_descendants
 from hf_diloco.cli.log import FAILED, FINISHED, LogFollower, Outcome, UsefulLines, read_outcome
 from hf_diloco.cli.plan import IslandPlan
-from hf_diloco.errors import ConfigError, DiLoCoError, IslandLostError, StopRequested
+from hf_diloco.errors import ConfigError, IslandLostError, StopRequested
 from hf_diloco.report.progress import STOPPED_EARLY, Progress, read_progress
 from hf_diloco.utils.files import PROGRESS_FILE, STOP_FILE
 from hf_diloco.utils.redact import redact_text
@@ -40,7 +39,7 @@ class Island:
     def __init__(self, plan: IslandPlan) -> None:
         self.number = plan.number
         self._unit = plan.unit
-        self.log_path = plan.folder / "log.txt"
+        self.log_path = plan.folder / LOG_FILE
         self.outcome: Outcome | None = None
         self._asked_to_stop_at: float | None = None
         self._folder = plan.folder
@@ -64,31 +63,17 @@ class Island:
     def _opened_log(self, plan: IslandPlan) -> TextIO:
         """Prepares the folder for a start, and returns the log, open and locked."""
         try:
-            plan.folder.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:
-                log = stack.enter_context(self.log_path.open("a", encoding="utf-8", errors="backslashreplace"))
-                self._lock(log.fileno())
+                log = stack.enter_context(open_log(plan.folder, self.name))
                 for stale in (PROGRESS_FILE, STOP_FILE):  # of an earlier start
                     (plan.folder / stale).unlink(missing_ok=True)
                 for path, text in plan.files.items():
                     path.write_text(text, encoding="utf-8")
-                print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {redact_text(plan.shell_line())}", file=log, flush=True)
+                note_start(log, redact_text(plan.shell_line()))
                 stack.pop_all()
             return log
         except OSError as error:
             raise ConfigError(f"{plan.folder}: {error.strerror}; give another --output") from None
-
-    def _lock(self, file: int) -> None:
-        """Locks the island's log while any of its processes has it open, including orphans of a dead launcher."""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DiLoCoError(
-                f"{self.name} of this run is running already (its processes hold {self.log_path}): "
-                "wait for its end, or choose another --name"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
 
     @property
     def unit(self) -> str:

@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 
 from hf_diloco.apps.common.environment import STOPPED
+from hf_diloco.apps.common.island_log import note_start, open_log
 from hf_diloco.apps.common.simulation import train_together
 from hf_diloco.apps.lm.runfile import load_run_file
+from hf_diloco.errors import DiLoCoError
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 from tests.clocks import AT_ONCE, LONG
 from tests.processes import ROOT, Processes
 
 
-def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the disk is full for a moment."""
     touch, is_full = Path.touch, [True]
 
@@ -41,7 +43,6 @@ def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path, mo
             signal.pthread_kill(main, signal.SIGINT)  # which wakes it, as the kernel does at Ctrl-C
             time.sleep(0.1)  # the handler runs there
         folder = runs[number].island_folder()
-        folder.mkdir(parents=True)
         deadline = time.monotonic() + LONG
         while not (folder / STOP_FILE).exists():
             assert time.monotonic() < deadline, f"island {number} was not told to stop"
@@ -51,6 +52,19 @@ def test_an_interruption_before_there_are_folders_reaches_all(tmp_path: Path, mo
     before = signal.getsignal(signal.SIGINT)
     assert train_together(runs, Turns(), train) == STOPPED
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_run_folder_serves_one_simulation_or_launch_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "quickstart" / "island-1"
+    with Processes() as processes:
+        simulated = processes.spawn([sys.executable, "-m", "tests.programs.deaf_simulation", tmp_path])
+        simulated.wait_for("training", LONG)
+        with pytest.raises(DiLoCoError, match=f"island 1 .* is running already .*held by process {simulated.pid}"):
+            open_log(folder, "island 1")
+        second = processes.spawn([sys.executable, "-m", "tests.programs.deaf_simulation", tmp_path])
+        assert "island 0 of this run is running already" in second.wait(LONG, expect=1).output
+    with open_log(folder, "island 1") as log:
+        note_start(log, "and runs again")
 
 
 def test_a_second_interruption_ends_the_command_at_once(tmp_path: Path) -> None:

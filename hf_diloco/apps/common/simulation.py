@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import STOPPED
+from hf_diloco.apps.common.island_log import note_start, open_log
+from hf_diloco.apps.common.process import check_folder
+from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 
@@ -41,7 +45,8 @@ def train_together(
         is_command: whether this process does nothing else, so that a second Ctrl-C ends it at once.
 
     Raises:
-        DiLoCoError: the first error of a participant.
+        ConfigError: the run folder cannot be written to, or holds an earlier run.
+        DiLoCoError: the run is running already; or the first error of a participant.
     """
     codes, errors = list[int](), list[BaseException]()
     all_ended = threading.Event()
@@ -60,7 +65,7 @@ def train_together(
     threads = [threading.Thread(target=run_one, args=(number,)) for number in range(len(runs))]
 
     def ask_until_they_end() -> None:
-        """Creates stop files until all threads end: a starting participant has no folder yet, or deletes old ones."""
+        """Creates stop files until all threads end: a starting participant deletes old ones."""
         while not all_ended.is_set():
             for run, thread in zip(runs, threads, strict=True):
                 folder = run.island_folder()
@@ -72,7 +77,7 @@ def train_together(
     def stop() -> None:
         threading.Thread(target=ask_until_they_end, name="hf-diloco-stop", daemon=True).start()
 
-    with _signal_handlers(stop, is_command), _threads_of(runs[0]):
+    with _locked(runs), _signal_handlers(stop, is_command), _threads_of(runs[0]):
         for thread in threads:
             thread.start()
         try:
@@ -84,6 +89,20 @@ def train_together(
     if errors:
         raise errors[0]
     return STOPPED if STOPPED in codes else 0
+
+
+@contextmanager
+def _locked(runs: Sequence[BaseRun]) -> Iterator[None]:
+    """Keeps other simulations and launches from writing to the same folders."""
+    with ExitStack() as stack:
+        for run in runs:
+            check_folder(run)
+            try:
+                log = stack.enter_context(open_log(run.island_folder(), f"{run.unit} {run.meeting.island}"))
+                note_start(log, f"simulated by process {os.getpid()}, which shows its output")
+            except OSError as error:
+                raise ConfigError(f"{run.island_folder()}: {error.strerror}; give another --output") from None
+        yield
 
 
 @contextmanager
