@@ -145,11 +145,17 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         if self._saving:  # left from a training that raised: the Trainer tells callbacks nothing then
             self._end()
         self._stop.install(ranks, during=Trainer.train)
-        self._saving = Saving(args, ranks, record, find_whole, trainer, find_needed, self._replaced, begins_anew)
+        alone = self._check_alone
+        self._saving = Saving(
+            args, ranks, record, find_whole, trainer, find_needed, alone, self._replaced, begins_anew
+        )
         if trainer is not None:
             self._replace(trainer, "_run_epoch", self._run_epoch)
             self._watch_later_callbacks(trainer.callback_handler.callbacks)
             self._tell_launcher(args, trainer)
+
+    def _check_alone(self) -> None:
+        self._need_record().check_alone()
 
     def _replace(self, owner: Trainer | TrainerCallback, name: str, ours: Callable[..., Any]) -> None:
         """Replaces a method by `ours` until training ends; `ours` gets the owner, the method and its arguments."""

@@ -36,6 +36,7 @@ class CheckpointFolder:
         find_whole: returns the complete checkpoints in a folder; called on the leader only.
         find_needed: returns further complete checkpoints to keep, because other islands may have no newer ones yet;
             gets the folder and the checkpoints that this training has written.
+        check_alone: raises a `DiLoCoError` if another process writes to the folder; called on the leader only.
         deletes: whether this rank deletes files.
         begins_anew: whether training starts from scratch: checkpoints found are then an earlier training's, are kept,
             and a warning is logged.
@@ -48,6 +49,7 @@ class CheckpointFolder:
         record: str,
         find_whole: Callable[[Path], Collection[Path]],
         find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None,
+        check_alone: Callable[[], object],
         deletes: bool,
         begins_anew: bool,
     ) -> None:
@@ -56,6 +58,7 @@ class CheckpointFolder:
         self._record = record
         self._find_all = find_whole
         self._find_needed = find_needed
+        self._check_alone = check_alone
         self._deletes = deletes
         self._written: set[Path] = set()
         self._num_begun = 0
@@ -90,7 +93,9 @@ class CheckpointFolder:
 
         Raises:
             CheckpointError: `write` raised another error on another rank, which the message names.
+            DiLoCoError: another process writes to the folder; nothing has been changed there.
         """
+        self._ranks.on_leader(lambda: self._check_alone() and None)
         self._set_aside(checkpoint)
         self._num_begun += 1
         about = f"checkpoint {self._num_begun}"

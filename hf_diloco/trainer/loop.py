@@ -155,11 +155,12 @@ class OuterLoop(HasOuterWeights):
             self.global_step = read_index(self._resume_from).global_step
         needed = partial(last_of_earlier_round, self.global_step) if self.config.goes_back_together else None
         deletes, anew = self._accelerator.is_local_main_process, self._resume_from is None
-        self._checkpoints = CheckpointFolder(
-            self._folder, session.island, RECORD, find_complete, needed, deletes, anew
-        )
         if session.island.is_leader:
             self._show_progress()
+        alone = self._record.check_alone
+        self._checkpoints = CheckpointFolder(
+            self._folder, session.island, RECORD, find_complete, needed, alone, deletes, anew
+        )
         self._record.start(self.global_step, session, shards, None, None, resumed=self._resume_from is not None)
         if session.is_over and self.global_step != self._num_steps:
             text = "the run at %s ended with round %d: for another one give another rendezvous"

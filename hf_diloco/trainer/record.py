@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_diloco.errors import MissedRoundError
+from hf_diloco.errors import DuplicateIslandError, MissedRoundError
 from hf_diloco.inner.base import Shards
 from hf_diloco.methods.outer import find_method
 from hf_diloco.outer.state import OuterState
@@ -43,6 +43,7 @@ LOGGED = (
 )
 """Fields of a round's report that trackers get, as `diloco/*`."""
 
+_OF_A_START = b'{"event": "start",'
 _LONGEST_BACKLOG = 1 << 22  # bytes
 
 
@@ -51,7 +52,8 @@ class Record:
 
     Lines are written immediately, so a killed process loses at most one. If the disk is full or fails, logs a warning
     and buffers up to 4 MB of events in memory until writing works again. If the file is deleted, moved or replaced, as
-    with its folder, logs a warning and goes on in a new one, which begins with the `start` event again.
+    with its folder, logs a warning and goes on in a new one, which begins with the `start` event again. If another
+    process has begun to write it since, as one that took the place of this one while it hung, writes nothing more.
 
     Args:
         folder: the folder of `metrics.jsonl`; None on ranks that do not write.
@@ -61,6 +63,8 @@ class Record:
         self._path = None if folder is None else folder / METRICS_FILE
         self._file: FileIO | None = None
         self._start = b""
+        self._end = 0  # of the file, when this process last wrote to it
+        self._has_successor = False
         self._waiting = b""
         self._is_failing = False
         self._epoch = time.time() - time.monotonic()  # read once: setting the clock must not shift times
@@ -80,6 +84,8 @@ class Record:
             self._start = line
         elif self._is_gone(self._path):
             self._begin_anew(self._path, step)
+        if event != "start" and self._finds_successor():
+            return
         if len(self._waiting) + len(line) <= _LONGEST_BACKLOG:
             self._waiting += line
         self._append(self._path)
@@ -89,6 +95,29 @@ class Record:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def check_alone(self) -> None:
+        """Checks that no other process has begun to train in this folder since.
+
+        Raises:
+            DuplicateIslandError: one has, and would be disturbed by a checkpoint of this one.
+        """
+        if self._path is not None and self._finds_successor():
+            raise DuplicateIslandError(
+                f"another process has begun to train in {self._path.parent} since this one did: this one ends without "
+                "a checkpoint, which would replace those of the other. Give each island its own folder; or start it "
+                "only once its old process has ended"
+            )
+
+    def _finds_successor(self) -> bool:
+        """Whether another process has appended its `start` event; processes of other machines may do so, too."""
+        if self._file is not None and not self._has_successor:
+            with suppress(OSError):
+                size = os.fstat(self._file.fileno()).st_size
+                added = os.pread(self._file.fileno(), max(0, size - self._end), self._end)
+                self._has_successor = _OF_A_START in added
+                self._end = size
+        return self._has_successor
 
     def _is_gone(self, path: Path) -> bool:
         """Whether the path no longer leads to the open file, so that nobody would find what is written to it."""
@@ -109,6 +138,7 @@ class Record:
         with suppress(OSError):
             self.close()
         self._file = None
+        self._append(path)
 
     def _append(self, path: Path) -> None:
         try:
@@ -116,6 +146,7 @@ class Record:
                 self._file = self._open(path)
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
+                self._end = self._file.tell()
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
@@ -129,7 +160,9 @@ class Record:
     def _open(self, path: Path) -> FileIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = FileIO(path, "ab+")
-        size = path.stat().st_size
+        self._end = size = path.stat().st_size
+        if size and self._start:  # reopened
+            self._has_successor = self._start not in path.read_bytes()
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             self._waiting = b"\n" + self._waiting  # end the partial line of a killed process first
         if not size and not self._waiting.startswith(self._start):

@@ -33,7 +33,7 @@ class Saving:
     Args:
         args: the Trainer's arguments.
         ranks: the island's ranks.
-        record, find_whole, find_needed: see `CheckpointFolder`.
+        record, find_whole, find_needed, check_alone: see `CheckpointFolder`.
         trainer: the Trainer whose write failures are handled; None if unknown.
         replacing: restores the Trainer's attributes when closed.
         begins_anew: see `CheckpointFolder`.
@@ -47,11 +47,12 @@ class Saving:
         find_whole: Callable[[Path], Collection[Path]],
         trainer: Trainer | None,
         find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None,
+        check_alone: Callable[[], object],
         replacing: ExitStack,
         begins_anew: bool = False,
     ) -> None:
         self._checkpoints = CheckpointFolder(
-            folder_of(args), ranks, record, find_whole, find_needed, args.should_save, begins_anew
+            folder_of(args), ranks, record, find_whole, find_needed, check_alone, args.should_save, begins_anew
         )
         self._trainer = trainer
         self._limit = max(args.save_total_limit or 0, 0)  # the Trainer takes 0 and less as none

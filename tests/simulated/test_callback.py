@@ -18,7 +18,14 @@ from transformers.integrations import integration_utils
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig
 from hf_diloco.config.base import ENV_FOLDER
-from hf_diloco.errors import CheckpointError, ConfigError, DivergedError, IslandLostError, MissedRoundError
+from hf_diloco.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    DuplicateIslandError,
+    IslandLostError,
+    MissedRoundError,
+)
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import complete_checkpoints, read_index
@@ -30,6 +37,7 @@ from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.trainer import callback as callbacks
 from hf_diloco.trainer.arguments import check_launched
+from hf_diloco.trainer.record import Record
 from tests.islands import Beside
 from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model
@@ -489,8 +497,8 @@ def planned_rates(folder: Path) -> list[float]:
     return rates_of(plain)
 
 
-def begin_with_two_rounds(folder: Path, settings: dict[str, Any]) -> None:
-    """Island 0 of a run of four, which then leaves."""
+def take_two_rounds(folder: Path, settings: dict[str, Any]) -> str:
+    """Has island 0 take two of a run's four rounds, then leave; returns the digest of its outer parameters."""
     first = ElasticSession(DiLoCoConfig(island=0, **settings), IslandGroup())
     first.num_rounds = 4
     first.join(open_shards(make_model(lora=False, tied=True, seed=1), None), folder)
@@ -498,11 +506,12 @@ def begin_with_two_rounds(folder: Path, settings: dict[str, Any]) -> None:
         first.outer.current.steps = 2
         first.sync()
     first.leave(finished=False)
+    return first.outer.outer_hash
 
 
 def test_an_island_that_joins_has_the_learning_rate_of_the_run(tmp_path: Path) -> None:
     common = {"rendezvous": f"file://{tmp_path}/store", "sync_every": 2, "max_islands": 2, "grace": 0.1}
-    begin_with_two_rounds(tmp_path / "first", common)
+    take_two_rounds(tmp_path / "first", common)
     newcomer = make_trainer(tmp_path / "second", DiLoCoCallback(DiLoCoConfig(island=1, **common)))
     newcomer.train()
     assert rates_of(newcomer) == planned_rates(tmp_path / "plain")[4:]
@@ -512,12 +521,30 @@ def test_an_island_that_joins_has_the_learning_rate_of_the_run(tmp_path: Path) -
 def test_an_island_that_joined_late_resumes_with_its_learning_rate(tmp_path: Path) -> None:
     """In the middle of a round: no rate comes twice."""
     common = {"rendezvous": f"file://{tmp_path}/store", "sync_every": 2, "max_islands": 2, "grace": 0.1}
-    begin_with_two_rounds(tmp_path / "first", common)
+    take_two_rounds(tmp_path / "first", common)
     callback = DiLoCoCallback(DiLoCoConfig(island=1, **common))
     newcomer = make_trainer(tmp_path / "second", At(1, callback.stop), callback)
     newcomer.train()
     newcomer.train(resume_from_checkpoint=True)
     assert rates_of(newcomer) == planned_rates(tmp_path / "plain")[4:]
+
+
+def test_a_process_whose_place_was_taken_while_it_hung_touches_no_checkpoint(tmp_path: Path) -> None:
+    """It deleted those of the process that came after it, as theirs are of later steps."""
+    folder, later = tmp_path / "run", tmp_path / "later"
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    make_trainer(later, DiLoCoCallback(sync_every=2, num_islands=1), **saving).train()
+
+    def begin_another() -> None:
+        (later / "checkpoint-8").rename(folder / "checkpoint-8")
+        Record(folder).write("start", 2)
+
+    old = make_trainer(folder, At(3, begin_another), DiLoCoCallback(sync_every=2, num_islands=1), **saving)
+    with pytest.raises(DuplicateIslandError, match=r"another process has begun to train in .*run since"):
+        old.train()
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+    assert [event["step"] for event in events(folder, "start")] == [0, 2]
+    assert not events(folder, "train")[2:], "what it has to tell is of no use to the other's record"
 
 
 def test_a_lost_island_ends_training_after_a_checkpoint(free_port: int, tmp_path: Path) -> None:

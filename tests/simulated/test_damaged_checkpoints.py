@@ -381,7 +381,7 @@ def test_the_round_that_all_went_back_to_stays_until_there_is_a_newer_one_beside
     args = TrainingArguments(output_dir=str(tmp_path), save_total_limit=1, use_cpu=True)
     with ExitStack() as replacing:
         needed = partial(last_of_earlier_round, 12)
-        saving = Saving(args, IslandGroup(), RECORD, find_complete, None, needed, replacing)
+        saving = Saving(args, IslandGroup(), RECORD, find_complete, None, needed, lambda: None, replacing)
         for step, number, staying in ((20, 5, [12, 20]), (21, 5, [12, 21]), (24, 6, [21, 24])):
             assert saving.complete(TrainerState(global_step=step), partial(write_checkpoint, number=number, step=step))
             assert [index.global_step for _, index in complete_checkpoints(tmp_path)] == staying

@@ -186,7 +186,7 @@ def test_what_is_left_of_an_earlier_life_goes_before_what_all_went_back_to(tmp_p
         save(tmp_path, step, trainer_state="{}")
     args = TrainingArguments(str(tmp_path), save_total_limit=2, use_cpu=True, report_to="none")
     with ExitStack() as replacing:
-        saving = Saving(args, IslandGroup(), RECORD, find_whole, None, None, replacing)
+        saving = Saving(args, IslandGroup(), RECORD, find_whole, None, None, lambda: None, replacing)
         assert saving.complete(TrainerState(global_step=5), lambda _: save(tmp_path, 5, trainer_state="{}"))
     assert sorted(whole_checkpoints(tmp_path)) == [4, 5]
 

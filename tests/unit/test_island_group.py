@@ -50,7 +50,9 @@ def test_a_rank_whose_own_writer_of_a_checkpoint_fails_is_named_on_the_others(tm
             if rank == 1:
                 raise ValueError("no such shard")
 
-        CheckpointFolder(tmp_path, ranks, "record", lambda _: [], None, True, False).begin(tmp_path / "one", write)
+        CheckpointFolder(tmp_path, ranks, "record", lambda _: [], None, lambda: None, True, False).begin(
+            tmp_path / "one", write
+        )
 
     first, second = try_islands(2, call)
     assert isinstance(first, CheckpointError)
@@ -64,7 +66,7 @@ def test_a_checkpoint_is_looked_through_when_all_ranks_have_written_their_part(t
 
     def call(rank: int) -> bool:
         ranks = ThreadGroup(rank, meeting, items)
-        checkpoints = CheckpointFolder(tmp_path, ranks, "record", lambda _: [], None, True, False)
+        checkpoints = CheckpointFolder(tmp_path, ranks, "record", lambda _: [], None, lambda: None, True, False)
         is_too_early = rank == 1 and is_looked_through.wait(0.2)  # while this rank writes
         checkpoints.complete(tmp_path / "one", lambda _: is_looked_through.set(), limit=0)
         return is_too_early

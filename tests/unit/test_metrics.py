@@ -13,6 +13,7 @@ import pytest
 import torch
 import xxhash
 
+from hf_diloco.errors import DuplicateIslandError
 from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.trainer.progress import Progress
 from hf_diloco.trainer.record import IslandRecord, Record
@@ -108,6 +109,24 @@ def test_a_folder_that_is_moved_away_is_told_once_and_written_anew(
     edited.replace(folder / "metrics.jsonl")  # as editors do
     writer.write("train", 4)
     assert [event["step"] for event in read(folder / "metrics.jsonl")] == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_process_that_another_has_replaced_writes_nothing_more(tmp_path: Path, is_moved: bool) -> None:
+    folder = tmp_path / "island-0"
+    old = Record(folder)
+    old.write("start", 0)
+    old.check_alone()
+    if is_moved:
+        folder.rename(tmp_path / "moved")
+    new = Record(folder)
+    new.write("start", 5)
+    old.write("train", 1)
+    with pytest.raises(DuplicateIslandError, match=r"another process has begun to train in .*island-0 since"):
+        old.check_alone()
+    new.write("train", 6)
+    new.check_alone()
+    assert [event["step"] for event in read(folder / "metrics.jsonl")][-2:] == [5, 6]
 
 
 def test_an_empty_file_needs_no_repair(tmp_path: Path) -> None:
