@@ -174,7 +174,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._tokens_seen = state.num_input_tokens_seen
         needed = partial(last_of_earlier_round, state.global_step) if self.config.goes_back_together else None
         self._begin(args, session.island, trainer, RECORD, find_complete, needed, begins_anew=checkpoint is None)
-        self.moved_at_end = state.global_step >= state.max_steps  # by a round that was due, or ran since
+        self.moved_at_end = session.is_over or state.global_step >= state.max_steps  # by a round since the checkpoint
         if trainer is not None:
             self._replace(trainer, "_finalize_training", self._finish)
         if trainer is not None and self.config.eval_weights == "outer":
@@ -357,6 +357,16 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         )
         control.should_save = True
         control.should_training_stop = True
+
+    def _run_epoch(self, trainer: Trainer, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Trains, unless the run ended while this island was away: then saves the outer parameters of its end."""
+        state = trainer.state
+        if state.global_step >= state.max_steps or not self._need_session().is_over:
+            return super()._run_epoch(trainer, run, *args, **kwargs)
+        with self._giving_back():
+            self._end_with_the_run(state, trainer.control)
+            trainer._save_checkpoint(kwargs["model"], kwargs["trial"])
+            trainer.callback_handler.on_save(trainer.args, state, trainer.control)
 
     def _run_round(self, state: TrainerState, control: TrainerControl) -> None:
         reports = self._unnoted + self._need_session().advance(is_last=state.global_step >= state.max_steps)

@@ -529,6 +529,24 @@ def test_an_island_that_joined_late_resumes_with_its_learning_rate(tmp_path: Pat
     assert rates_of(newcomer) == planned_rates(tmp_path / "plain")[4:]
 
 
+def test_an_island_that_resumes_after_the_last_round_has_the_runs_parameters_and_trains_no_more(
+    tmp_path: Path,
+) -> None:
+    """It took a step first, which was in no round."""
+    common = {"rendezvous": f"file://{tmp_path}/store", "sync_every": 2, "max_islands": 2, "grace": 0.1}
+    take_two_rounds(tmp_path / "first", common)
+    callback = DiLoCoCallback(DiLoCoConfig(island=1, **common))
+    late = make_trainer(tmp_path / "second", At(1, callback.stop), callback)
+    late.train()
+    last = take_two_rounds(tmp_path / "first", common)
+    late.train(resume_from_checkpoint=True)
+    assert late.state.global_step == 1
+    assert callback.moved_at_end
+    (saved,) = [index for _, index in complete_checkpoints(tmp_path / "second")]
+    assert (saved.round, saved.outer_digest) == (4, last)
+    assert events(tmp_path / "second", "end")[-1]["on_boundary"]
+
+
 def test_a_process_whose_place_was_taken_while_it_hung_touches_no_checkpoint(tmp_path: Path) -> None:
     """It deleted those of the process that came after it, as theirs are of later steps."""
     folder, later = tmp_path / "run", tmp_path / "later"
