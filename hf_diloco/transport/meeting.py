@@ -52,13 +52,12 @@ UNREACHABLE_SECONDS = 10.0
 """How long connecting to an end's published address may fail before the user is warned."""
 
 VERSION = 2
-"""Version of this protocol. In version 1 ends met at Gloo's own port."""
+"""Version of this protocol."""
 
 _HELLO = struct.Struct(">16s32sII")
 _MAGIC = b"hf-diloco link 2"
 _RETRY_SECONDS = 0.1
 _WATCH_SECONDS = 0.5
-_LOOK_SECONDS = 3.0
 _LINGER_SECONDS = 10.0
 
 
@@ -139,18 +138,12 @@ class Meeting:
         def should_give_up() -> bool:
             return lane.should_give_up(time.monotonic() - begun)
 
-        while True:
-            seconds = min(self._deadline.remaining().total_seconds(), _LOOK_SECONDS)
-            shown = lane.store.wait(list(keys.values()), seconds, should_give_up)
-            missing = [peer for peer, key in keys.items() if key not in shown]
-            if not missing:
-                return {peer: self._read(peer, shown[key]) for peer, key in keys.items()}
-            if old := [peer for peer in self._peers if lane.store.find(f"mesh/{lane.name}/0/{peer}")]:
-                raise self._other_version(old[0], "an older version, which meets elsewhere")
+        shown = lane.store.wait(list(keys.values()), self._deadline.remaining().total_seconds(), should_give_up)
+        if missing := [peer for peer, key in keys.items() if key not in shown]:
             if should_give_up():
                 raise IslandLostError(f"not all have published their addresses ({lane.name})")
-            if self._deadline.is_over:
-                raise self._lost(missing, "did not publish where to connect")
+            raise self._lost(missing, "did not publish where to connect")
+        return {peer: self._read(peer, shown[key]) for peer, key in keys.items()}
 
     def _read(self, peer: int, shown: bytes) -> Place:
         try:
