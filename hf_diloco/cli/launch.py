@@ -19,7 +19,7 @@ from hf_diloco.cli.display import LineDisplay
 from hf_diloco.cli.guard import TERMINATE_GRACE, adopt_orphans, end_descendants, terminate_orphans
 from hf_diloco.cli.island import Island
 from hf_diloco.cli.log import FAILED, FINISHED, Outcome
-from hf_diloco.cli.plan import IslandPlan
+from hf_diloco.cli.plan import Plan
 from hf_diloco.report.progress import STOPPED_EARLY
 
 POLL = 0.1  # seconds
@@ -68,21 +68,15 @@ class Launcher:
     continue without each other, a failed or stopped island does not stop the others.
 
     Args:
-        plans: the islands to start.
+        plan: the islands to start.
         display: shows their progress.
         grace: seconds that islands may take to stop.
-        way_back: how a lost island rejoins, if the others continue; "{unit}" in it becomes "island" or "node".
-        survives_losses: whether they do; if not, the progress of a script may still say so.
     """
 
-    def __init__(
-        self, plans: Sequence[IslandPlan], display: LineDisplay, grace: float, way_back: str, survives_losses: bool
-    ) -> None:
-        self._plans = plans
+    def __init__(self, plan: Plan, display: LineDisplay, grace: float) -> None:
+        self._plan = plan
         self._display = display
         self._grace = grace
-        self._way_back = way_back
-        self._survives_losses = survives_losses
         self._islands: list[Island] = []
         self._signals: deque[int] = deque()  # not yet handled
         self._stop_by: float | None = None  # deadline for checkpoints
@@ -100,7 +94,7 @@ class Launcher:
             stack.enter_context(self._signal_handlers())
             adopt_orphans()
             stack.callback(self._leave_nothing)
-            for plan in self._plans:
+            for plan in self._plan.islands:
                 self._islands.append(Island(plan))
             stack.enter_context(self._display)
             while any(island.running for island in self._islands):
@@ -163,7 +157,8 @@ class Launcher:
 
     @property
     def _others_go_on(self) -> bool:
-        return self._survives_losses or any(island.progress.survives_losses for island in self._islands)
+        """Whether islands continue without a lost one; of a script only its progress may say so."""
+        return self._plan.survives_losses or any(island.progress.survives_losses for island in self._islands)
 
     def _stop_others(self, lost: Island) -> None:
         if not self._others_go_on:
@@ -172,7 +167,7 @@ class Launcher:
             # An island that failed before training would mostly fail at the next start, too.
             first = "" if lost.progress.training_has_begun else "once its cause is gone, "
             node_0 = ", but not node 0" if lost.unit == "node" else ""
-            way_back = self._way_back.replace("{unit}", lost.unit)
+            way_back = self._plan.way_back(lost.unit)
             self._display.note(f"the other {lost.unit}s go on; {first}{way_back}{node_0}")
 
     def _act(self) -> None:

@@ -121,10 +121,9 @@ class Plan:
         """What the islands are called."""
         return self.islands[0].unit
 
-    @property
-    def way_back(self) -> str:
-        """How a lost island rejoins, if the others continue; see `Launcher`."""
-        return f"the same command with --{{unit}} K --rendezvous {self.rendezvous} brings {{unit}} K back"
+    def way_back(self, unit: str) -> str:
+        """How a lost one rejoins, if the others continue; `unit` is island or node, which only a script may know."""
+        return f"the same command with --{unit} K --rendezvous {self.rendezvous} brings {unit} K back"
 
     def describe(self, remark: str = "") -> str:
         """Returns which islands are started, out of how many, where they meet, and where the logs are."""

@@ -51,7 +51,7 @@ def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
 def run_islands(plan: Plan, summary: str, out: Console, grace: float) -> Result:
     """Starts islands, shows them on `out` after `summary`, and returns when all have ended; see `Launcher`."""
     display = make_display(out, [island.number for island in plan.islands], plan.unit)
-    launcher = Launcher(plan.islands, display, grace, plan.way_back, plan.survives_losses)
+    launcher = Launcher(plan, display, grace)
     for note in filter(None, (summary, plan.crowding)):
         display.note(note)
     return launcher.run()

@@ -1,6 +1,6 @@
 """Real processes in the place of training, for tests of the launcher: they write what islands write, and obey or not.
 
-    python -m tests.launch.stand_in launch FOLDER '[{"steps": 20}, {"fail_at": 3}]' [GRACE]
+    python -m tests.launch.stand_in launch FOLDER '[{"steps": 20}, {"fail_at": 3}]' [GRACE ['goes on']]
 
 starts one island for each behaviour; its rank is a grandchild in a session of its own, as torchrun's ranks are.
 """
@@ -20,12 +20,12 @@ PROGRAM = (sys.executable, "-m", "tests.launch.stand_in")
 STEP_SECONDS = 0.05
 
 
-def launch(folder: Path, behaviours: list[dict[str, Any]], grace: float, way_back: str) -> int:
+def launch(folder: Path, behaviours: list[dict[str, Any]], grace: float, goes_on: bool) -> int:
     from hf_diloco.cli.display import make_display, terminal  # which agents and ranks need not import
     from hf_diloco.cli.launch import Launcher
-    from hf_diloco.cli.plan import IslandPlan
+    from hf_diloco.cli.plan import IslandPlan, Plan
 
-    plans = [
+    plans = tuple(
         IslandPlan(
             number,
             folder / f"island-{number}",
@@ -34,10 +34,10 @@ def launch(folder: Path, behaviours: list[dict[str, Any]], grace: float, way_bac
             {},
         )
         for number, behaviour in enumerate(behaviours)
-    ]
+    )
     console = terminal(sys.stdout)
     display = make_display(console, range(len(plans)))
-    result = Launcher(plans, display, grace, way_back, bool(way_back)).run()
+    result = Launcher(Plan(folder, len(plans), plans, "tcp://there:1", goes_on, ""), display, grace).run()
     for number in result.failed:
         outcome = result.outcome(result.islands[number])
         console.print(f"failed: island {number}: {outcome.ending}: {outcome.error}")
@@ -114,7 +114,7 @@ def say(folder: Path, **progress: object) -> None:
 if __name__ == "__main__":
     role, where, *rest = sys.argv[1:]
     if role == "launch":
-        sys.exit(launch(Path(where), json.loads(rest[0]), float(rest[1]), rest[2] if len(rest) > 2 else ""))
+        sys.exit(launch(Path(where), json.loads(rest[0]), float(rest[1]), "goes on" in rest))
     elif role == "agent":
         sys.exit(agent(where, rest[0]))
     else:

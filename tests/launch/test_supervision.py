@@ -30,9 +30,10 @@ LONG: Mapping[str, object] = {"steps": 1200}  # a minute: longer than any of the
 
 
 def launch(
-    processes: Processes, folder: Path, *behaviours: Mapping[str, object], grace: float = 20, way_back: str = ""
+    processes: Processes, folder: Path, *behaviours: Mapping[str, object], grace: float = 20, goes_on: bool = False
 ) -> Process:
-    return processes.spawn([*PROGRAM, "launch", folder, json.dumps(behaviours), str(grace), way_back])
+    words = ["goes on"] * goes_on
+    return processes.spawn([*PROGRAM, "launch", folder, json.dumps(behaviours), str(grace), *words])
 
 
 def checkpoints(folder: Path, island: int) -> list[str]:
@@ -72,8 +73,7 @@ def test_one_fails_and_the_others_save(tmp_path: Path, processes: Processes) -> 
 
 
 def test_where_the_others_go_on_the_reason_of_a_failure_is_told_at_once(tmp_path: Path, processes: Processes) -> None:
-    behaviours = json.dumps([LONG, {"fail_at": 5}])
-    launched = processes.spawn([*PROGRAM, "launch", tmp_path, behaviours, "20", "the same command"])
+    launched = launch(processes, tmp_path, LONG, {"fail_at": 5}, goes_on=True)
     launched.wait_for("launcher │ island 1 failed, exit code 1: RuntimeError: the loss is not finite")
     launched.wait_for("the other islands go on; the same command")
     launched.interrupt()
@@ -93,9 +93,8 @@ def test_a_failure_before_training_ends_the_others_at_once(tmp_path: Path, proce
 )
 def test_the_way_back_of_one_that_failed(tmp_path: Path, processes: Processes, fail_at: int, told: str) -> None:
     """One that has not begun to train would fail again."""
-    way_back = "the same command brings it back"
-    launched = launch(processes, tmp_path, LONG, {"fail_at": fail_at}, way_back=way_back)
-    launched.wait_for(f"the other islands go on{told} brings it back")
+    launched = launch(processes, tmp_path, LONG, {"fail_at": fail_at}, goes_on=True)
+    launched.wait_for(f"the other islands go on{told} with --island K --rendezvous tcp://there:1 brings island K back")
     launched.interrupt()
     launched.wait(expect=1)
 
@@ -103,8 +102,8 @@ def test_the_way_back_of_one_that_failed(tmp_path: Path, processes: Processes, f
 def test_the_way_back_of_a_node(tmp_path: Path, processes: Processes) -> None:
     """The launcher of a script learns only from its progress that it trains nodes."""
     failing = {"fail_at": 3, "says": {"noun": "node"}}
-    launched = launch(processes, tmp_path, LONG, failing, way_back="start it again with --{unit} K")
-    launched.wait_for("the other nodes go on; start it again with --node K, but not node 0")
+    launched = launch(processes, tmp_path, LONG, failing, goes_on=True)
+    launched.wait_for("go on; the same command with --node K --rendezvous tcp://there:1 brings node K back, but not")
     launched.interrupt()
     launched.wait(expect=1)
 
@@ -247,7 +246,7 @@ def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, 
 @pytest.mark.real_start
 def test_an_island_whose_guard_is_killed_can_come_back(tmp_path: Path, processes: Processes) -> None:
     """Its rank trained on, unseen, and held the log: a start of the island was refused."""
-    launched = launch(processes, tmp_path, LONG, LONG, way_back="the same command brings it back")
+    launched = launch(processes, tmp_path, LONG, LONG, goes_on=True)
     wait_for_step(launched, tmp_path, 1, 1)
     killed = pids(tmp_path, 1)
     os.kill(killed["guard"], signal.SIGKILL)
