@@ -16,7 +16,6 @@ import torch
 
 from hf_diloco.apps.vision.dataset import ImageDataset, RandomCrops
 from hf_diloco.apps.vision.images import (
-    DecodedImages,
     Images,
     IntArray,
     Normalization,
@@ -94,14 +93,13 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     labels = source.train.labels[mine]
     processor = with_normalization(preprocessing.processor, list(normalization.mean), list(normalization.std))
     _check_processor(processor, preprocessing, normalization, source.evaluation.open(0))
-    images, crops, parts = train, None, data.augment.random_resized_crop
-    if parts is not None:  # cut from the pictures at full size
-        pictures = source.train.select(mine)
-        images, crops = DecodedImages(pictures, preprocessing), RandomCrops(pictures, preprocessing, parts)
+    images: Images | RandomCrops = train
+    if (parts := data.augment.random_resized_crop) is not None:  # cut from the pictures at full size
+        images = RandomCrops(source.train.select(mine), preprocessing, parts)
     elif len(mine) < len(train):
         images = train.select(mine)
     return ImageData(
-        train=ImageDataset(images, labels, normalization, data.augment, seed, mine, crops),
+        train=ImageDataset(images, labels, normalization, data.augment, seed, mine),
         evaluation=ImageDataset(evaluation, source.evaluation.labels, normalization),
         labels=source.label_names,
         num_channels=preprocessing.num_channels,

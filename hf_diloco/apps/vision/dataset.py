@@ -31,31 +31,28 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     persistent workers keep their first epoch.
 
     Args:
-        images: the pixels.
+        images: the pixels, or random parts of pictures.
         labels: int64 [examples].
         normalization: applied to the pixels.
         augmentation: random changes, drawn from `seed`; if None or inactive, all epochs are equal.
         seed: the run's seed.
         numbers: int64 [examples], their indices in the whole training set, on which augmentation depends.
-        crops: provides the pixels instead of `images`.
     """
 
     def __init__(
         self,
-        images: Images,
+        images: Images | RandomCrops,
         labels: IntArray,
         normalization: Normalization,
         augmentation: AugmentBlock | None = None,
         seed: int = 0,
         numbers: IntArray | None = None,
-        crops: RandomCrops | None = None,
     ) -> None:
         self.images = images
         self.labels = labels
         self.normalization = normalization
         self.epoch = 0
         self._augmentation = augmentation if augmentation is not None and augmentation.is_active else None
-        self._crops = crops
         self._seed = seed
         self._numbers = np.arange(len(labels), dtype=np.int64) if numbers is None else numbers
 
@@ -75,7 +72,10 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def batch(self, indices: IntArray) -> dict[str, torch.Tensor]:
         """Returns `pixel_values`, fp32 [indices, channels, size, size], and `labels`, int64 [indices]."""
         drawn_for = (self._seed, self.epoch, self._numbers[indices])
-        pixels = self._crops.pixels(indices, *drawn_for) if self._crops else self.images.pixels(indices)
+        if isinstance(self.images, RandomCrops):
+            pixels = self.images.pixels(indices, *drawn_for)
+        else:
+            pixels = self.images.pixels(indices)
         if self._augmentation is not None:
             pixels = augment(self._augmentation, pixels, *drawn_for)
         return {"pixel_values": self.normalization(pixels), "labels": torch.from_numpy(self.labels[indices])}
