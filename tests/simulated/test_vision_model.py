@@ -141,8 +141,8 @@ def test_a_saved_model_and_its_processor_predict_on_raw_pictures(tmp_path: Path)
     again = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
     processor = AutoImageProcessor.from_pretrained(tmp_path / "model")
     raw = Image.open(tmp_path / "pictures" / "train" / "left" / "1.png")
-    examples = [images.train[index]["pixel_values"] for index in range(len(images.train))]
-    examples += [images.evaluation[index]["pixel_values"] for index in range(len(images.evaluation))]
+    sets = (images.train, images.evaluation)
+    examples = [example for one in sets for example in one.batch(np.arange(len(one), dtype=np.int64))["pixel_values"]]
     pixels = processor(raw, return_tensors="pt")["pixel_values"]
     same = [example for example in examples if torch.allclose(example, pixels[0], atol=1e-5)]
     assert len(same) == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,8 +24,8 @@ _UInt64Array: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint64]]"
 _DRAWS = {name: number for number, name in enumerate(("row", "column", "flip", "area", "ratio", "top", "left"))}
 
 
-class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Examples with `pixel_values`, fp32 [channels, size, size], and `labels`, int.
+class ImageDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Examples that are read in batches of `pixel_values`, fp32 [batch, channels, size, size], and `labels`.
 
     Use with `collate`. With augmentation, call `set_epoch` at the start of every epoch, before the DataLoader begins;
     persistent workers keep their first epoch.
@@ -59,13 +59,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        batch = self.batch(np.array([index % len(self)], dtype=np.int64))
-        return {"pixel_values": batch["pixel_values"][0], "labels": int(batch["labels"][0])}
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
         """Returns a list with one whole batch, for the DataLoader; `collate` takes the batch out of the list."""
         return [self.batch(np.asarray(indices, dtype=np.int64))]
 
@@ -85,16 +79,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.epoch = epoch
 
 
-def collate(examples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Stacks single examples to a batch, or takes the batch that `ImageDataset.__getitems__` returned.
-
-    Returns:
-        `pixel_values`, fp32 [batch, channels, size, size], and `labels`, int64 [batch].
-    """
-    if len(examples) == 1 and examples[0]["pixel_values"].dim() == 4:
-        return dict(examples[0])
-    pixels = torch.stack([example["pixel_values"] for example in examples])
-    return {"pixel_values": pixels, "labels": torch.tensor([int(example["labels"]) for example in examples])}
+def collate(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns the batch that `ImageDataset.__getitems__` returned in a list."""
+    return batches[0]
 
 
 def augment(block: AugmentBlock, pixels: torch.Tensor, seed: int, epoch: int, examples: IntArray) -> torch.Tensor:
