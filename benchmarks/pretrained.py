@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from benchmarks.compare_methods import NEVER, Island, Task, evaluate, train_together
+from benchmarks.texts import stacked
 from benchmarks.tuning import spread
 from hf_diloco.apps.data.build import build_datasets
 from hf_diloco.apps.data.sources import DataBlock
@@ -95,9 +96,8 @@ class Domains:
                 source="files", files=[str(path)], sequence_length=length, num_eval_sequences=num_held_out
             )
             both = build_datasets(data, tokenizer, 0, 1)
-            train: Any = both.train
-            self.shares.append(torch.stack([train[place]["input_ids"] for place in range(len(train))]))
-            held_out.append(torch.from_numpy(both.evaluation.blocks).long())
+            self.shares.append(stacked(both.train))
+            held_out.append(stacked(both.evaluation))
         self.evaluation = torch.cat(held_out)
 
 

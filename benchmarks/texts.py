@@ -44,7 +44,7 @@ class Corpus:
         self.tokenizer = train_tokenizer(self._data, settings, [END_OF_TEXT, MASK] if is_masked else [END_OF_TEXT])
         self._shares: dict[tuple[int, int], torch.Tensor] = {}
         datasets = build_datasets(self._data, self.tokenizer, 0, 1)
-        self.evaluation = torch.from_numpy(datasets.evaluation.blocks).long()
+        self.evaluation = stacked(datasets.evaluation)
         self.hash = datasets.eval_hash
 
     @property
@@ -55,10 +55,13 @@ class Corpus:
     def share(self, number: int, count: int) -> torch.Tensor:
         """The sequences of one of `count`, (sequences, length)."""
         if (number, count) not in self._shares:
-            train: Any = build_datasets(self._data, self.tokenizer, number, count).train
-            blocks = [train[place]["input_ids"] for place in range(len(train))]
-            self._shares[number, count] = torch.stack(blocks)
+            self._shares[number, count] = stacked(build_datasets(self._data, self.tokenizer, number, count).train)
         return self._shares[number, count]
+
+
+def stacked(blocks: Any) -> torch.Tensor:
+    """All sequences of a data set, (sequences, length)."""
+    return torch.stack([blocks[place]["input_ids"] for place in range(len(blocks))])
 
 
 def draw_batches(num_sequences: int, steps: int, batch: int, seed: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Value, load_from_disk
 
 from hf_diloco.apps.data.build import Datasets, build_datasets, sample_texts
-from hf_diloco.apps.data.packing import PackedDataset, TokenBlocks
+from hf_diloco.apps.data.packing import PackedDataset
 from hf_diloco.apps.data.sources import DataBlock, alternate, open_documents, open_files, read_first, reading, texts
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.apps.lm.tokenizer import train_byte_level_bpe
@@ -47,7 +47,7 @@ def build(data: DataBlock, num_islands: int) -> list[Datasets]:
     return [build_datasets(data, TOKENIZER, island, num_islands) for island in range(num_islands)]
 
 
-def documents_in(blocks: PackedDataset | TokenBlocks | PackedStream, limit: int = 10**9) -> list[str]:
+def documents_in(blocks: PackedDataset | PackedStream, limit: int = 10**9) -> list[str]:
     """The whole documents that lie in the blocks."""
     tokens: list[int] = []
     for number, block in zip(range(limit), blocks, strict=False):  # type: ignore[arg-type]

@@ -78,7 +78,8 @@ def test_first_blocks(texts: list[str], length: int, num_blocks: int) -> None:
     blocks = pack_first((text for text in texts if text.strip()), Encoder(TOKENIZER), length, num_blocks)
     tokens = joined(texts)
     assert len(blocks) == min(num_blocks, len(tokens) // length)
-    assert blocks.blocks.flatten().tolist() == tokens[: len(blocks) * length]
+    found = [blocks[number]["input_ids"] for number in range(len(blocks))]
+    assert torch.cat([torch.tensor([]), *found]).tolist() == tokens[: len(blocks) * length]
 
 
 def test_no_end_of_text_token() -> None:

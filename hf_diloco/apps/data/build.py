@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hf_diloco.apps.data.packing import Encoder, PackedDataset, TokenBlocks, pack_dataset, pack_first
+from hf_diloco.apps.data.packing import Encoder, PackedDataset, pack_dataset, pack_first
 from hf_diloco.apps.data.sources import DataBlock, alternate, open_documents, open_evaluation, reading, texts
 from hf_diloco.apps.data.stream import PackedStream
 from hf_diloco.errors import ConfigError
@@ -44,7 +44,7 @@ class Datasets(NamedTuple):
     """
 
     train: PackedDataset | PackedStream
-    evaluation: TokenBlocks
+    evaluation: PackedDataset
     eval_hash: str
     train_hash: str
 
@@ -80,7 +80,8 @@ def build_datasets(data: DataBlock, tokenizer: PreTrainedTokenizerBase, island: 
         build = _build_stream if data.streaming else _build_finite
         train, blocks = build(data, encoder, blocks, island, num_islands)
     train_hash = _hash_of_files(data.files) if isinstance(train, PackedStream) else train.hash()
-    return Datasets(train, blocks, hashlib.sha256(blocks.blocks.tobytes()).hexdigest()[:16], train_hash)
+    eval_hash = hashlib.sha256(b"".join(piece.tobytes() for piece in blocks.pieces)).hexdigest()[:16]
+    return Datasets(train, blocks, eval_hash, train_hash)
 
 
 def _hash_of_files(files: Sequence[str]) -> str:
@@ -91,8 +92,8 @@ def _hash_of_files(files: Sequence[str]) -> str:
 
 
 def _build_finite(
-    data: DataBlock, encoder: Encoder, evaluation: TokenBlocks | None, island: int, num_islands: int
-) -> tuple[PackedDataset, TokenBlocks]:
+    data: DataBlock, encoder: Encoder, evaluation: PackedDataset | None, island: int, num_islands: int
+) -> tuple[PackedDataset, PackedDataset]:
     documents = open_documents(data)
     last_held_out = -1
     if evaluation is None:
@@ -114,8 +115,8 @@ def _build_finite(
 
 
 def _build_stream(
-    data: DataBlock, encoder: Encoder, evaluation: TokenBlocks | None, island: int, num_islands: int
-) -> tuple[PackedStream, TokenBlocks]:
+    data: DataBlock, encoder: Encoder, evaluation: PackedDataset | None, island: int, num_islands: int
+) -> tuple[PackedStream, PackedDataset]:
     mine = files_of_island(data.files, island, num_islands) if data.shares == "domains" else data.files
     documents = open_documents(data, mine)
     if evaluation is None:
@@ -129,7 +130,7 @@ def _build_stream(
     return PackedStream(documents, encoder, data.sequence_length), evaluation
 
 
-def _eval_blocks(source: Iterator[str], encoder: Encoder, data: DataBlock) -> TokenBlocks:
+def _eval_blocks(source: Iterator[str], encoder: Encoder, data: DataBlock) -> PackedDataset:
     blocks = pack_first(source, encoder, data.sequence_length, data.num_eval_sequences)
     if len(blocks) < data.num_eval_sequences:
         raise ConfigError(
@@ -139,7 +140,7 @@ def _eval_blocks(source: Iterator[str], encoder: Encoder, data: DataBlock) -> To
     return blocks
 
 
-def _hold_out(documents: Dataset, encoder: Encoder, data: DataBlock) -> tuple[TokenBlocks, int]:
+def _hold_out(documents: Dataset, encoder: Encoder, data: DataBlock) -> tuple[PackedDataset, int]:
     """Takes as many documents as evaluation needs, in the order of their hashes.
 
     Returns:

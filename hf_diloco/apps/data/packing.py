@@ -98,19 +98,6 @@ class PackedDataset(TorchDataset[Example]):
         return hashed.hexdigest()[:16]
 
 
-class TokenBlocks(TorchDataset[Example]):
-    """Blocks held in memory: an int32 array of shape (blocks, sequence_length)."""
-
-    def __init__(self, blocks: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-        self.blocks = blocks
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> Example:
-        return example(self.blocks[index])
-
-
 def example(tokens: np.ndarray[Any, Any]) -> Example:
     """Returns the model's inputs: int64 `input_ids`, and equal `labels` (the model shifts them)."""
     ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
@@ -119,17 +106,14 @@ def example(tokens: np.ndarray[Any, Any]) -> Example:
 
 def pack_dataset(documents: datasets.Dataset, encoder: Encoder, sequence_length: int) -> PackedDataset:
     """Tokenises (cached by `datasets` where the documents are on disk) and packs a finite dataset."""
-    from datasets import Dataset, Features, List, Value
-
-    features = Features({"input_ids": List(Value("int32"))})
     if len(documents) == 0:  # `map` would not change the columns
-        return PackedDataset(Dataset.from_dict({"input_ids": []}, features), sequence_length)
-    columns = documents.column_names
+        return _pack([], sequence_length)
+    columns, features = documents.column_names, _features()
     encoded = documents.map(encoder.batch, batched=True, remove_columns=columns, features=features, desc="tokenising")
     return PackedDataset(encoded, sequence_length)
 
 
-def pack_first(texts: Iterable[str], encoder: Encoder, sequence_length: int, num_blocks: int) -> TokenBlocks:
+def pack_first(texts: Iterable[str], encoder: Encoder, sequence_length: int, num_blocks: int) -> PackedDataset:
     """Packs the first `num_blocks` blocks of some texts; fewer if the texts end before."""
     needed = sequence_length * num_blocks
     tokens: list[int] = []
@@ -137,8 +121,20 @@ def pack_first(texts: Iterable[str], encoder: Encoder, sequence_length: int, num
         tokens.extend(encoder([text])[0])
         if len(tokens) >= needed:
             break
-    usable = min(needed, len(tokens) // sequence_length * sequence_length)
-    return TokenBlocks(np.asarray(tokens[:usable], dtype=np.int32).reshape(-1, sequence_length))
+    return _pack([tokens[:needed]], sequence_length)
+
+
+def _pack(documents: list[list[int]], sequence_length: int) -> PackedDataset:
+    """Packs tokenised documents, in memory."""
+    from datasets import Dataset
+
+    return PackedDataset(Dataset.from_dict({"input_ids": documents}, _features()), sequence_length)
+
+
+def _features() -> datasets.Features:
+    from datasets import Features, List, Value
+
+    return Features({"input_ids": List(Value("int32"))})
 
 
 @dataclass(frozen=True)
