@@ -7,8 +7,7 @@ from functools import cache
 
 from hf_diloco.codecs.base import Codec
 from hf_diloco.errors import UnsupportedError
-from hf_diloco.utils.own_files import FORM, classes_in, is_own, load_own
-from hf_diloco.utils.text import nearest
+from hf_diloco.utils.own_files import classes_in, is_own, load_own, no_such
 
 if sys.byteorder != "little":
     raise UnsupportedError("codecs need a little-endian processor: numbers travel as they lie in memory")
@@ -31,10 +30,7 @@ def find_codec(name: str) -> Codec:
     if is_own(name):
         return _own_codec(name)
     if name not in BUILT_IN:
-        raise ValueError(
-            f"{name!r}: no such number format{nearest(name, BUILT_IN)}; there are {', '.join(BUILT_IN)}, or "
-            f"{FORM} of your own"
-        )
+        raise no_such("number format", name, BUILT_IN)
     return CODECS[name]
 
 

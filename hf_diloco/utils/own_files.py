@@ -12,10 +12,12 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+
+from hf_diloco.utils.text import nearest
 
 T = TypeVar("T")
 
@@ -71,14 +73,36 @@ def load_own(name: str, base: type[T]) -> type[T]:
     return found
 
 
-def check_names(name: str, found: type, needed: Iterable[str], taken: Container[str]) -> None:
-    """Raises `ValueError` if a user's class lacks a `needed` text attribute, or has the name of one of the
-    package's."""
+def find_class(what: str, name: str, base: type[T], known: Mapping[str, type[T]], needed: Iterable[str]) -> type[T]:
+    """Returns the class that a setting names: one of `known`, or one in a user's file, see `load_own`.
+
+    Args:
+        what: what such a class is called, for messages.
+        name: the setting's value.
+        base: the required base class.
+        known: the package's own classes by name.
+        needed: attributes with a text that a user's class must have; its `name` must not be one of `known`.
+
+    Raises:
+        ValueError: there is no such class, or it cannot be loaded; with the remedy.
+    """
+    if name in known:
+        return known[name]
+    if not is_own(name):
+        raise no_such(what, name, known)
+    found = load_own(name, base)
     for attribute in needed:
         if not isinstance(getattr(found, attribute, None), str):
             raise ValueError(f"{name!r}: {found.__name__} says no {attribute}: give the class a text of that name")
-    if (own := getattr(found, "name", "")) in taken:
-        raise ValueError(f"{name!r}: {own} is a method of hf_diloco: give the class another name")
+    if (own := getattr(found, "name", "")) in known:
+        raise ValueError(f"{name!r}: {own} is a {what} of hf_diloco: give the class another name")
+    return found
+
+
+def no_such(what: str, name: str, known: Collection[str]) -> ValueError:
+    """Returns the error for a setting that names nothing: neither one of `known` nor a class in a user's file."""
+    names = ", ".join(known)
+    return ValueError(f"{name!r}: no such {what}{nearest(name, known)}; there are {names}, or {FORM} of your own")
 
 
 def identify(name: str) -> str:

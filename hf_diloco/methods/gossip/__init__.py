@@ -12,7 +12,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.config import SlowMoSettings
 from hf_diloco.gossip.neighbours import Neighbours
 from hf_diloco.methods.gossip.base import GossipOptimizer
-from hf_diloco.utils.own_files import FORM, check_names, classes_in, is_own, load_own
+from hf_diloco.utils.own_files import classes_in, find_class
 from hf_diloco.utils.text import nearest
 
 METHODS: dict[str, type[GossipOptimizer]] = {
@@ -27,24 +27,12 @@ def find_method(name: str) -> type[GossipOptimizer]:
     Raises:
         ConfigError: there is no such method, or it cannot be loaded; the message has the remedy.
     """
-    if is_own(name):
-        return _own_method(name)
-    known = name.lower().replace("_", "-")
-    if known not in METHODS:
-        raise ConfigError(
-            f"method {name!r}: no such method{nearest(known, METHODS)}; there are {', '.join(METHODS)}, or {FORM} of "
-            "your own"
-        )
-    return METHODS[known]
-
-
-def _own_method(name: str) -> type[GossipOptimizer]:
+    if (known := name.lower().replace("_", "-")) in METHODS:
+        return METHODS[known]
     try:
-        found = load_own(name, GossipOptimizer)  # type: ignore[type-abstract]
-        check_names(name, found, ("name",), METHODS)
+        return find_class("method", name, GossipOptimizer, METHODS, ("name",))  # type: ignore[type-abstract]
     except ValueError as error:
         raise ConfigError(f"method {error}") from None
-    return found
 
 
 def make_optimizer(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_diloco.methods.outer.base import Groups, MethodOptions, OuterMethod
-from hf_diloco.utils.own_files import FORM, check_names, classes_in, is_own, load_own
-from hf_diloco.utils.text import nearest
+from hf_diloco.utils.own_files import classes_in, find_class
 
 if TYPE_CHECKING:
     from hf_diloco.config.diloco import DiLoCoConfig
@@ -23,15 +22,7 @@ def find_method(name: str) -> type[OuterMethod]:
     Raises:
         ValueError: there is no such method, or it cannot be loaded; the message has the remedy.
     """
-    if name in METHODS:
-        return METHODS[name]
-    if not is_own(name):
-        raise ValueError(
-            f"{name!r}: no such method{nearest(name, METHODS)}; there are {', '.join(METHODS)}, or {FORM} of your own"
-        )
-    found = load_own(name, OuterMethod)  # type: ignore[type-abstract]
-    check_names(name, found, ("name", "summary"), METHODS)
-    return found
+    return find_class("method", name, OuterMethod, METHODS, ("name", "summary"))  # type: ignore[type-abstract]
 
 
 def make_method(config: DiLoCoConfig, groups: Groups | None = None) -> OuterMethod:
