@@ -6,6 +6,7 @@ import contextlib
 import errno
 import glob
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -172,14 +173,8 @@ def read_first(data: DataBlock) -> None:
 
 def alternate(sources: Sequence[Documents]) -> Iterator[str]:
     """Yields one document from each source in turn, until all have ended."""
-    active = [texts(source) for source in sources]
-    while active:
-        for iterator in list(active):
-            text = next(iterator, None)
-            if text is None:
-                active.remove(iterator)
-            else:
-                yield text
+    rounds = zip_longest(*map(texts, sources))
+    return (text for texts_of_round in rounds for text in texts_of_round if text is not None)
 
 
 def _format(file: str) -> str:
