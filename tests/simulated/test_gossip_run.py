@@ -172,6 +172,12 @@ def test_bytes_are_those_of_the_payload(tmp_path: Path) -> None:
     assert ("method", "decentlam on ring, int8 payload") in overview(report)
 
 
+def test_node_0_alone_shows_what_it_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(run_of(tmp_path, "training.max_steps=2", "training.save_steps=2")) == 0
+    shown = "".join(capsys.readouterr())
+    assert shown.count("'train_runtime'") <= 1, shown
+
+
 def test_a_resume_keeps_all_bytes_until_its_checkpoint(tmp_path: Path) -> None:
     """The log has lines of steps 4 and 8, and there are checkpoints of 3 and 6."""
     run = run_of(tmp_path, "training.save_steps=3", "gossip.eval_weights=local")

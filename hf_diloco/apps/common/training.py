@@ -144,8 +144,12 @@ def train_on(
         CheckpointError: the checkpoint's weights do not fit the model.
         ConfigError: DeepSpeed refuses its configuration.
     """
+    from transformers import PrinterCallback
+
     run, trainer, checkpoint = assembled.run, assembled.trainer, assembled.checkpoint
-    if assembled.speaks:
+    if not assembled.speaks:
+        trainer.remove_callback(PrinterCallback)  # which would print its logs
+    else:
         print_plan(assembled)
         saved = read_json(checkpoint / "trainer_state.json") if checkpoint else {}
         if saved.get("global_step", 0) >= trainer.args.max_steps:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from hf_diloco.apps.common.arguments import check_evaluation, check_model, training_arguments
@@ -89,8 +89,6 @@ def assemble(
     checkpoint = find_checkpoint(run, callback)
     check_data(run, checkpoint, data.train_hash, f"{run.diloco.island} of {run.diloco.num_shares}")
     trainer = _trainer(run, model, args, tokenizer, data, callback, checkpoint, progress)
-    if not speaks:
-        trainer.remove_callback(PrinterCallback)
     return Assembled(run, trainer, callback, data, checkpoint, speaks)
 
 
