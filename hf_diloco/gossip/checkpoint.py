@@ -44,11 +44,10 @@ logger = logging.getLogger("hf_diloco")
 
 
 class GossipIndex(BaseModel):
-    """The contents of `gossip.json`: which node wrote the checkpoint. Further fields of earlier versions are ignored.
+    """The contents of `gossip.json`: which node wrote the checkpoint.
 
     Attributes:
-        life: identifies the start of the run that wrote the checkpoint; the same on all nodes. "" in checkpoints of
-            earlier versions.
+        life: identifies the start of the run that wrote the checkpoint; the same on all nodes.
     """
 
     format: int = 1

@@ -362,8 +362,6 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
             self._slow.load_state_dict(state_dict["slowmo"], self._x)
         with own_settings(self):
             super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            group.setdefault("last_lr", 0.0)  # for states of an earlier version
         for name, vector in self._vectors.items():
             for parameter, view in zip(self._flat.parameters, self._flat.views(vector), strict=True):
                 if name not in self.state[parameter]:
