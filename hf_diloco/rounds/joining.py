@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -254,7 +254,7 @@ class Joining:
     def _offer_start(self) -> None:
         """Writes a snapshot of this island's outer state, and makes the run start from it unless it has a start."""
         self.rounds.archive.write_snapshot()
-        self.island.on_leader(lambda: self._snapshots.decide_start(self.outer.round))
+        self.island.on_leader(lambda: self._snapshots.decide_start(self._snapshots.folder(self.outer.round)))
 
     def _find_snapshot(self) -> str | None:
         """Waits for a snapshot, and returns the folder of the newest; None if no island is about to write one."""
@@ -263,20 +263,34 @@ class Joining:
         deadline = self._clock.now() + members.lease  # for the first heartbeat of the island that began the run
         again_at = self._clock.now() + self.config.sync_timeout  # others rewrite the start after a missed round
         while True:
-            start, alive = self._snapshots.start(), members.alive()
+            start, others = self._snapshots.start(), members.alive()
+            others.pop(members.island, None)
+            is_under_way = any(heartbeat.phase in UNDER_WAY for heartbeat in others.values())
+            if start is None:
+                may_come = not members.incarnation_of(self.run.by) and self._clock.now() < deadline
+                is_coming = self.run.by != members.island and (self.run.by in others or may_come)
+                if is_under_way or not is_coming:
+                    start = self._decide_start_anew()
+                    if start is None and not is_under_way:
+                        return None
             if start is not None:
                 newest = self._snapshots.newest()
                 if newest and newest.round > round_of(start):
                     return newest.folder
                 if self._clock.now() >= again_at:
                     self._snapshots.forgive(start)
-                if self._snapshots.is_readable(start) or not self._may_be_written_again(alive):
+                may_be_written_again = is_under_way or self.run.by in others
+                if self._snapshots.is_readable(start) or not may_be_written_again:
                     return start
-            else:
-                may_come = not members.incarnation_of(self.run.by) and self._clock.now() < deadline
-                if self.run.by == members.island or not (self.run.by in alive or may_come):
-                    return None
-            self._pause(wait, "a sound snapshot" if start else f"the outer parameters of island {self.run.by}")
+            is_decided = is_under_way or start is not None
+            self._pause(wait, "a sound snapshot" if is_decided else f"the outer parameters of island {self.run.by}")
+
+    def _decide_start_anew(self) -> str | None:
+        """Makes the run start from the newest snapshot, because `start.json` is gone, or its writer died before it
+        was written. Returns the folder of the snapshot that was chosen; None if there is no snapshot."""
+        if newest := self._snapshots.newest():
+            self._snapshots.decide_start(newest.folder)
+        return self._snapshots.start() if newest else None
 
     def _pause(self, wait: Wait, missing: str) -> None:
         """Waits for a moment, and logs what is missing; raises `StopRequested` if this island is asked to stop."""
@@ -284,11 +298,6 @@ class Joining:
             raise StopRequested
         wait.look(missing)
         self._clock.sleep(LOOK_SECONDS)
-
-    def _may_be_written_again(self, alive: Mapping[int, HeartbeatRecord]) -> bool:
-        """Whether another island can rewrite a corrupt snapshot, because it holds the same state or a later one."""
-        others = ((island, heartbeat) for island, heartbeat in alive.items() if island != self.config.island)
-        return any(island == self.run.by or heartbeat.phase in UNDER_WAY for island, heartbeat in others)
 
     def await_islands(self) -> None:
         """Waits for all islands at the start or restart of a run, so that no round takes place without them."""

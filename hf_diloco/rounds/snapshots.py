@@ -78,11 +78,10 @@ class Snapshots:
         whole = self._whole()
         return (whole[-1] if round_of(whole[-1]) else whole[0]) if whole else None
 
-    def decide_start(self, round_number: int) -> None:
-        """Makes the run start from this process's snapshot, unless another one has been chosen already."""
+    def decide_start(self, folder: str) -> None:
+        """Makes the run start from the complete snapshot in a folder, unless another one has been chosen already."""
         for name in _STARTS:
-            record = StartRecord(folder=self.folder(round_number))
-            if self._log.create(name, record) or self._log.read_or_refuse(name, StartRecord):
+            if self._log.create(name, StartRecord(folder=folder)) or self._log.read_or_refuse(name, StartRecord):
                 return
         raise StoreError("all start.json are damaged: keep others away from the store")
 

@@ -150,6 +150,21 @@ def test_a_start_whose_values_are_damaged_is_written_again_where_no_round_takes_
     assert (second.reports[0].participants, second.hash) == ([0, 1], first.hash)
 
 
+@pytest.mark.parametrize(("newcomer", "is_alone"), [(1, False), (1, True), (0, True)])
+def test_who_joins_where_the_record_of_the_start_is_gone_takes_the_newest_snapshot(
+    tmp_path: Path, newcomer: int, is_alone: bool
+) -> None:
+    """As a rule of the bucket that deletes old objects does to a long run. Island 0 has begun it."""
+    meeting = Meeting(tmp_path, 1, max_islands=2, snapshot_every=2)
+    first = meeting.island(0).train_to(4)
+    first.session.rounds.archive.snapshots.wait()
+    if is_alone:
+        first.leave(finished=False)
+    log_of(meeting).store.delete(["start.json"])
+    assert meeting.island(newcomer, seed=5).hash == first.hash
+    assert has(meeting, "start.json")
+
+
 def test_islands_begin_where_lists_lag_behind_what_was_written(
     tmp_path: Path, fast_clock: FastClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,9 +236,11 @@ def test_where_the_start_is_damaged_for_good_the_newest_snapshot_takes_its_place
     first.session.close()
     log = log_of(meeting)
     damage(log, *STARTS)
-    assert meeting.island(1, seed=5).hash == first.hash
+    second = meeting.island(1, seed=5)
+    assert second.hash == first.hash
     delete(log, "snapshots")
     first.die()
+    second.leave(finished=False)
     with pytest.raises(StoreError, match=r"all start\.json are damaged: keep others away"):
         meeting.island(2, seed=6)
 
