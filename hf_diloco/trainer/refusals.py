@@ -74,28 +74,27 @@ class Refusal:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "load_best_model_at_end",
-        "it would put one island's weights in the place of the common ones, and islands would end with different "
-        "models; set it to false, and load the checkpoint that evaluated best when training has ended",
+        "each process would go back to a checkpoint of its own, and all would end with different models; set it to "
+        "false, and load the checkpoint that evaluated best when training has ended",
     ),
     Refusal(
         "auto_find_batch_size",
-        "it starts training again within one island while the others wait; set per_device_train_batch_size",
+        "it starts training again here alone while the others wait; set per_device_train_batch_size",
     ),
     Refusal(
         "push_to_hub",
-        "every island would push its own model to one repository; set it to false, and upload the final model when "
-        "training has ended (hf upload, or trainer.push_to_hub() on island 0; push_to_hub at the top of a run file)",
+        "all would push their own models to one repository; set it to false, and upload the final model when training "
+        "has ended (hf upload, or trainer.push_to_hub() on island or node 0; push_to_hub at the top of a run file)",
     ),
     Refusal("save_only_model", "it leaves out what resuming needs; set it to false"),
     Refusal(
         "restore_callback_states_from_checkpoint",
-        "it replaces this package's callback by an empty one, and the outer state is restored without it; set it to "
-        "false",
+        "it replaces this package's callback by an empty one, and all state is restored without it; set it to false",
     ),
     Refusal(
         "enable_jit_checkpoint",
-        "its own answer to SIGTERM writes a checkpoint without the outer state; set it to false: on SIGTERM every "
-        "island finishes its step and writes a whole checkpoint",
+        "its own answer to SIGTERM writes a checkpoint that is not whole; set it to false: on SIGTERM this package's "
+        "callback ends training after a step, with a whole checkpoint",
     ),
     Refusal(
         "save_strategy",
@@ -156,8 +155,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "EarlyStoppingCallback",
-        "it would end this island alone while the others wait for it in the next round; leave it out, and stop all "
-        "islands together (Ctrl-C, SIGTERM or callback.stop())",
+        "it would end training here alone while the others wait; leave it out, and stop all together (Ctrl-C, SIGTERM "
+        "or callback.stop())",
     ),
     Refusal(
         "callbacks",

@@ -101,6 +101,12 @@ def test_defaults_pass(tmp_path: Path) -> None:
     refuse({field.name: getattr(args, field.name) for field in dataclasses.fields(args)}, "loop")
 
 
+def test_nodes_are_not_told_of_islands() -> None:
+    for refusal in REFUSALS:
+        if "nodes" in refusal.where:
+            assert "island" not in refusal.why.replace("island or node", ""), refusal.setting
+
+
 def test_parallelism_of_data_alone_passes() -> None:
     """FSDP2 on replicas of shards."""
     settings = {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
@@ -123,7 +129,9 @@ def test_early_stopping_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, DiLoCoCallback(sync_every=4), stopping, eval_strategy="steps", metric_for_best_model="loss"
     )
-    with pytest.raises(ConfigError, match="EarlyStoppingCallback=True cannot be used: it would end this island alone"):
+    with pytest.raises(
+        ConfigError, match="EarlyStoppingCallback=True cannot be used: it would end training here alone"
+    ):
         trainer.train()
     assert trainer.state.global_step == 0
 

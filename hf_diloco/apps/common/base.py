@@ -35,11 +35,11 @@ DECIDED_ELSEWHERE = {
     "deepspeed": "it has its own place: set deepspeed at the top of the run file",
     "fsdp": "it has its own place: set fsdp at the top of the run file",
     "fsdp_config": "its keys have their own place: set fsdp at the top of the run file",
-    "seed": "set seed at the top of the run file; it is the same on all islands",
+    "seed": "set seed at the top of the run file; it is the same for all",
     "use_cpu": "set launch.use_cpu",
     "resume_from_checkpoint": "set launch.resume",
     "ignore_data_skip": "the position in the data is kept with every checkpoint",
-    "num_train_epochs": "its steps differ where the islands' shares differ in size; set max_steps instead",
+    "num_train_epochs": "its steps differ where shares of the data differ in size; set max_steps instead",
     "local_rank": "it comes from the launcher",
     "do_train": "a run trains, then evaluates",
     "do_eval": "a run trains, then evaluates; between, eval_strategy and eval_steps decide",
@@ -187,7 +187,7 @@ class BaseRun(Block):
 
     name: str = Field(pattern=f"^{_NAME}$", max_length=255, description="the run folder is OUTPUT/NAME")
     output: str = Field("runs", min_length=1, description="folder of run folders")
-    seed: int = Field(42, ge=0, lt=2**32, description="initial weights, data order, dropout; the same on all islands")
+    seed: int = Field(42, ge=0, lt=2**32, description="initial weights, data order, dropout; the same everywhere")
     training: dict[str, Any] = Field(description="any of transformers' TrainingArguments; max_steps is needed")
     deepspeed: dict[str, Any] | str | None = Field(None, description="DeepSpeed configuration: file or mapping")
     fsdp: FsdpBlock | None = Field(None, description="FSDP2 inside an island, instead of DeepSpeed")
