@@ -61,6 +61,10 @@ class ExchangeError(DiLoCoError):
     """A synchronisation failed. It changed no parameter and no outer state."""
 
 
+WAS_STOPPED = "it was asked to stop (by Ctrl-C, SIGTERM or stop())"
+"""In the message of an `IslandLostError`: nothing has failed. The launcher finds it in an island's output."""
+
+
 class IslandLostError(ExchangeError):
     """One or more islands did not take part in a round in time.
 

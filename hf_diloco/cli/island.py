@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import deque
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TextIO
 
 import psutil
@@ -16,9 +17,10 @@ import psutil
 from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.common.island_log import LOG_FILE, note_start, open_log
 from hf_diloco.cli.guard import end_descendants
-from hf_diloco.cli.log import FAILED, FINISHED, LogFollower, Outcome, UsefulLines, read_outcome
+from hf_diloco.cli.log import FAILED, FINISHED, LogFollower, Outcome, UsefulLines, read_outcome, root_error
 from hf_diloco.cli.plan import IslandPlan
-from hf_diloco.errors import ConfigError, IslandLostError, StopRequested
+from hf_diloco.config.base import ENV_FOLDER
+from hf_diloco.errors import WAS_STOPPED, ConfigError, IslandLostError, StopRequested
 from hf_diloco.report.progress import STOPPED_EARLY, Progress, read_progress
 from hf_diloco.utils.files import PROGRESS_FILE, STOP_FILE
 from hf_diloco.utils.redact import redact_text
@@ -42,6 +44,8 @@ class Island:
         self.log_path = plan.folder / LOG_FILE
         self.outcome: Outcome | None = None
         self._asked_to_stop_at: float | None = None
+        self._was_told = False  # by the launcher, to stop or to end
+        self._runs_script = ENV_FOLDER in plan.environment
         self._folder = plan.folder
         self._is_useful = UsefulLines()
         self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
@@ -95,15 +99,20 @@ class Island:
         self._tail.extend(lines)
         if code is not None and self.outcome is None:
             self._follower.close()
-            self.outcome = read_outcome(code, list(self._tail))
-            if self.outcome.code == FAILED and self._has_saved_as_asked():
-                # It waited for an island that had already left, which is an error for the waiting one.
-                self.outcome = Outcome(STOPPED, self.outcome.error.removeprefix("error: "))
-            elif self.progress.state == STOPPED_EARLY and (
-                self.outcome.code == FINISHED or _NEXT_TRAINING_ENDED.search(self.outcome.error)
-            ):
-                self.outcome = Outcome(STOPPED)  # after a stop, a script usually exits with 0, too
+            self.outcome = self._judge(read_outcome(code, list(self._tail)))
         return list(filter(self._is_useful, lines))
+
+    def _judge(self, outcome: Outcome) -> Outcome:
+        """Returns how the island ended, given how its processes did."""
+        has_stopped_early = self.progress.state == STOPPED_EARLY
+        if outcome.code == FAILED and (self._has_saved_as_asked() or WAS_STOPPED in outcome.error):
+            # It waited for an island that had already left, which is an error for the waiting one.
+            return Outcome(STOPPED, outcome.error.removeprefix("error: "))
+        if has_stopped_early and (outcome.code == FINISHED or _NEXT_TRAINING_ENDED.search(outcome.error)):
+            return Outcome(STOPPED)  # after a stop, a script usually exits with 0, too
+        if outcome.has_stopped and self._runs_script and not (has_stopped_early or self._was_told):
+            return replace(outcome, is_own_code=True, error=root_error(list(self._tail)))
+        return outcome
 
     def _has_saved_as_asked(self) -> bool:
         if self._asked_to_stop_at is None:
@@ -125,6 +134,7 @@ class Island:
     def ask_to_stop(self) -> bool:
         """Asks the island to finish the step, write a checkpoint and exit; False if its folder is not writable."""
         stop = self._folder / STOP_FILE
+        self._was_told = True
         try:
             stop.touch()
             self._asked_to_stop_at = stop.stat().st_mtime  # the file system's clock, as for the checkpoint
@@ -134,6 +144,7 @@ class Island:
 
     def terminate(self) -> None:
         """Ends the island's processes: SIGTERM, and SIGKILL a few seconds later. Does not wait."""
+        self._was_told = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 

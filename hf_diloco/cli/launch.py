@@ -138,7 +138,7 @@ class Launcher:
         number = island.number
         if outcome.code == FINISHED:
             self._display.ended(number, "finished")
-        elif outcome.code == STOPPED:
+        elif outcome.has_stopped:
             at = island.progress
             # A script's own loop decides itself what to save.
             where = f"at step {at.step:,}{f' of {at.max_steps:,}' if at.max_steps else ''}"

@@ -148,10 +148,17 @@ class Outcome:
     Attributes:
         code: 0 finished, 3 stopped on request with a checkpoint, -N ended by signal N, else failed.
         error: why it failed, one or a few lines; empty without an error.
+        is_own_code: whether a user's script has ended with 3 for reasons of its own, not because it was stopped.
     """
 
     code: int
     error: str = ""
+    is_own_code: bool = False
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it stopped on request."""
+        return self.code == STOPPED and not self.is_own_code
 
     @property
     def ending(self) -> str:

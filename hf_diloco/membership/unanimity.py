@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hf_diloco.errors import DiLoCoError, DivergedError, IslandLostError, PayloadError, StopRequested
+from hf_diloco.errors import WAS_STOPPED, DiLoCoError, DivergedError, IslandLostError, PayloadError, StopRequested
 from hf_diloco.membership.all_gather import RESUMES, AllGather, InRound, Links, hear
 from hf_diloco.membership.decisions import Decisions, outcome_path, plan_path
 from hf_diloco.membership.round_records import (
@@ -58,7 +58,6 @@ _OTHERS_GO_ON = (
     "and others have more steps to take: give all islands the same number of steps (max_steps, or as many turns of "
     "the loop), and let nothing end one of them alone"
 )
-_WAS_STOPPED = "it was asked to stop (by Ctrl-C, SIGTERM or stop())"
 _FAILED = "its training ended in an error, or was interrupted: its own output says more"
 
 
@@ -186,7 +185,7 @@ class Unanimity:
             finished: the island has taken all its steps.
             failed: the island ends because of an error, not because it was asked to stop.
         """
-        reason = f"left the run before round {round_number}: {_FAILED if failed else _WAS_STOPPED}"
+        reason = f"left the run before round {round_number}: {_FAILED if failed else WAS_STOPPED}"
         if finished:
             reason = f"ended after round {round_number - 1}, {_OTHERS_GO_ON}"
         self._give_up(self.current(round_number), [self._island], f"island {self._island} {reason}")

@@ -19,7 +19,8 @@ from hf_diloco.cli.guard import TERMINATE_GRACE
 from hf_diloco.cli.island import Island
 from hf_diloco.cli.log import FAILED, FINISHED, Outcome
 from hf_diloco.cli.plan import IslandPlan
-from hf_diloco.errors import ConfigError
+from hf_diloco.config.base import ENV_FOLDER
+from hf_diloco.errors import WAS_STOPPED, ConfigError
 from hf_diloco.trainer.progress import Progress
 from tests.clocks import AT_ONCE
 from tests.launch.stand_in import PROGRAM
@@ -298,6 +299,24 @@ def test_how_a_script_ends_whose_training_was_stopped(tmp_path: Path, then: str,
     island.new_lines()
     assert island.outcome is not None
     assert island.outcome.code == code
+
+
+@pytest.mark.parametrize(
+    ("says", "has_stopped"),
+    [
+        ("exit 3", False),
+        ("echo bad data; exit 3", False),
+        (f"echo hf_diloco.errors.IslandLostError: island 1 left the run: '{WAS_STOPPED}'; exit 1", True),
+    ],
+)
+def test_how_a_script_ends_that_nobody_has_stopped(tmp_path: Path, says: str, has_stopped: bool) -> None:
+    """Its own exit code may be 3; and where another island was stopped, nothing has failed."""
+    island = Island(IslandPlan(0, tmp_path, ("sh", "-c", says), {ENV_FOLDER: str(tmp_path)}, {}))
+    island.kill(after=60)
+    island.new_lines()
+    assert island.outcome is not None
+    assert island.outcome.has_stopped == has_stopped
+    assert (island.outcome.error == "bad data") == ("bad data" in says)
 
 
 def test_progress_that_is_replaced_within_a_tick_of_the_file_systems_clock(tmp_path: Path) -> None:
