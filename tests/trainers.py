@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.fixed import FixedSession
+from tests.islands import Beside
 from tests.programs.trainer_island import Tokens, make_model
 
 MAX_STEPS = 6
@@ -58,21 +58,15 @@ def weights_of(trainer: Trainer) -> torch.Tensor:
 def second_island(port: int, folder: Path, rounds: int, **config: Any) -> Iterator[dict[str, Any]]:
     """An island 1 that trains nothing: it takes part in some rounds and then leaves. Yields island 0's settings."""
     common = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{port}", "sync_timeout": 20, **config}
-    failures: list[BaseException] = []
 
     def island_main() -> None:
-        try:
-            session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup())
-            session.join(open_shards(make_model(lora=False, tied=True, seed=2), None), folder / "second")
-            for _ in range(rounds):
-                session.outer.current.steps = session.config.sync_every
-                session.sync()
-            session.leave(finished=False)
-        except BaseException as error:
-            failures.append(error)
+        session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup())
+        session.join(open_shards(make_model(lora=False, tied=True, seed=2), None), folder / "second")
+        for _ in range(rounds):
+            session.outer.current.steps = session.config.sync_every
+            session.sync()
+        session.leave(finished=False)
 
-    thread = threading.Thread(target=island_main, daemon=True)
-    thread.start()
-    yield {"island": 0, **common}
-    thread.join(30)
+    with Beside(island_main) as failures:
+        yield {"island": 0, **common}
     assert not failures, failures

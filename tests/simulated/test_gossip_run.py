@@ -32,6 +32,7 @@ from hf_diloco.methods.topology import Topology, from_weights, make_topology
 from hf_diloco.report import load_run, summarise, write_html
 from hf_diloco.report.rows import overview
 from hf_diloco.trainer.gossip_callback import GossipCallback
+from tests.islands import run_islands
 from tests.processes import ROOT
 from tests.small_model import Linear
 from tests.tiny_nodes import events, run_of, simulate, weights
@@ -443,15 +444,13 @@ def train_two(
 
     topology = make_topology("ring", 2)
     graph, turns = MemoryGraph(topology), Turns()
-    errors: list[BaseException] = []
-    models: dict[int, Linear] = {}
 
-    def train(number: int) -> None:
+    def train(number: int) -> Linear:
         node = NodeNeighbours(with_payload(graph.node(number), payload), topology, number, IslandGroup(), turns)
         try:
             with turns.mine():
                 torch.manual_seed(0)
-                model = models[number] = Linear()
+                model = Linear()
                 args = TrainingArguments(
                     str(folder / str(number)),
                     max_steps=3,
@@ -467,18 +466,12 @@ def train_two(
                 optimizer = callback.make_optimizer(model, args) if gives_optimizer else None
                 data = [{"x": torch.full((4,), float(i + number)), "y": torch.ones(1)} for i in range(8)]
                 Trainer(model, args, train_dataset=data, optimizers=(optimizer, None), callbacks=[callback]).train()
-        except BaseException as error:
-            errors.append(error)
+                return model
+        except BaseException:
             node.close()
+            raise
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [models[0], models[1]]
+    return run_islands(2, train)
 
 
 def test_a_users_own_trainer(tmp_path: Path) -> None:
