@@ -49,7 +49,7 @@ class ModelBlock(Block):
             raise ValueError(
                 f"objective masked: preset {self.preset} is causal; give a config, as {{model_type: bert}}"
             )
-        if self.objective == "causal" and self.mask_share != type(self).model_fields["mask_share"].default:
+        if self.objective == "causal" and "mask_share" in self.changed():
             raise ValueError("mask_share belongs to objective masked, but objective is causal")
         return self
 

@@ -183,7 +183,7 @@ class ScheduleBlock(Block):
     def _check(self) -> ScheduleBlock:
         if sorted(set(self.drop_at)) != self.drop_at:
             raise ValueError(f"drop_at: steps must grow, got {self.drop_at}")
-        if not self.drop_at and self.drop_by != type(self).model_fields["drop_by"].default:
+        if not self.drop_at and "drop_by" in self.changed():
             raise ValueError("drop_by has no effect without drop_at: give the steps at which the rate drops too")
         return self
 
