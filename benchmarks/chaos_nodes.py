@@ -40,6 +40,7 @@ import yaml
 from benchmarks.chaos import STUCK_SECONDS, Event, Island, leave_in_order
 from hf_diloco.cli.devices import free_ports
 from hf_diloco.gossip.checkpoint import Held, Resumption, choose_own, choose_step, lives_of, whole_checkpoints
+from hf_diloco.inner.island import IslandGroup
 
 NUM_NODES = 4
 EXCHANGE_TIMEOUT = 12.0
@@ -144,7 +145,8 @@ class Graph:
 
     def held(self) -> list[list[Held]]:
         """Step and life of each node's whole checkpoints."""
-        return [lives_of(whole_checkpoints(self.folder / "chaos" / f"island-{n}")) for n in range(NUM_NODES)]
+        folders = [self.folder / "chaos" / f"island-{number}" for number in range(NUM_NODES)]
+        return [lives_of(whole_checkpoints(folder), IslandGroup()) for folder in folders]
 
     def resumption(self) -> Resumption | None:
         """What all would go on from now."""
