@@ -87,6 +87,23 @@ def test_data_of_language_models(settings: dict[str, object], data: str, dataset
     assert training.papers == ["2311.08105"]
 
 
+def test_the_path_of_a_folder_of_data_stays_out_of_the_card(tmp_path: Path) -> None:
+    """The card is pushed to the Hub; the path may name a customer."""
+    run, model, folder = write_run(tmp_path / "run"), tmp_path / "model", tmp_path / "private" / "corpus"
+    model.mkdir()
+    folder.mkdir(parents=True)
+    whole = {"name": "a", "training": {"max_steps": 4}, "data": {"source": "hub", "path": str(folder)}}
+    for training in (
+        describe_training(RunFile.model_validate(whole)),
+        describe_vision(VisionRun.model_validate(whole)),
+    ):
+        write_card(model, run, training)
+        card = ModelCard.load(model / "README.md")
+        assert "| data | corpus (train) |" in card.text
+        assert card.data.datasets is None
+        assert "private" not in card.content
+
+
 def test_data_of_image_models() -> None:
     whole = {"name": "a", "model": {"preset": "resnet-tiny"}, "training": {"max_steps": 4}}
     training = describe_vision(VisionRun.model_validate(whole))

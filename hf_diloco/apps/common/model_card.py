@@ -62,7 +62,7 @@ class Training:
         method: name of the method.
         papers: arXiv numbers of the method.
         base_model: Hub id or folder of the model that training continued from; None if trained from scratch.
-        dataset: Hub id; None for other data.
+        dataset: Hub id or folder; None for other data.
         task: pipeline tag of the Hub; None if unknown.
     """
 
@@ -88,7 +88,7 @@ def write_card(model_folder: Path, run_folder: Path, training: Training) -> None
         model_folder,
         training,
         {
-            "starts from": _shown(training.base_model) or "random weights",
+            "starts from": without_path(training.base_model) or "random weights",
             "data": training.data,
             "method": _short(training.method),
             "parameters": text.count(report.num_parameters),
@@ -119,7 +119,7 @@ def write_card_of_checkpoint(model_folder: Path, index: OuterIndex) -> None:
         model_folder,
         Training("", method, papers, base, None, None),
         {
-            "adapters of": _shown(base),
+            "adapters of": without_path(base),
             "weights": "outer parameters of a checkpoint",
             "method": _short(method),
             "parameters trained": text.count(index.num_parameters),
@@ -147,11 +147,10 @@ def _write(
     """Writes the card, leaving out rows with unknown values."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    base = training.base_model
     card = ModelCard.from_template(
         ModelCardData(
-            base_model=None if base is None or Path(base).exists() else base,
-            datasets=[training.dataset] if training.dataset else None,
+            base_model=_hub_id(training.base_model),
+            datasets=[dataset] if (dataset := _hub_id(training.dataset)) else None,
             library_name="transformers",
             pipeline_tag=training.task,
             tags=["hf-diloco", training.method.rsplit(":", 1)[-1]],
@@ -172,9 +171,14 @@ def _write(
         logger.warning("%s cannot be written (%s): the model has no card", model_folder / "README.md", error)
 
 
-def _shown(model: str | None) -> str | None:
-    """Returns a base model's name for the card: of a folder only its name, without the path."""
-    return Path(model).name if model is not None and Path(model).exists() else model
+def without_path(name: str | None) -> str | None:
+    """Returns the name of a model or dataset for the card: of a folder only its name, without the path."""
+    return Path(name).name if name is not None and Path(name).exists() else name
+
+
+def _hub_id(name: str | None) -> str | None:
+    """Returns the Hub id of a model or dataset; None for a folder or file."""
+    return None if name is None or Path(name).exists() else name
 
 
 def _short(name: str) -> str:

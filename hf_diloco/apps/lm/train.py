@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_diloco.apps.common.environment import is_leader, prepare_environment
 from hf_diloco.apps.common.load import parse_command_line
-from hf_diloco.apps.common.model_card import Training
+from hf_diloco.apps.common.model_card import Training, without_path
 from hf_diloco.apps.common.process import last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.lm.runfile import RunFile, SampleBlock
 from hf_diloco.config.base import need_number
@@ -183,10 +183,10 @@ def describe_training(run: RunFile) -> Training:
     paper = find_method(outer.method).paper if outer.enabled else ""
     streaming = [STREAMING_PAPER] if outer.enabled and outer.num_fragments > 1 else []
     return Training(
-        data=texts.get(data.source) or f"{dataset} ({data.split})",
+        data=texts.get(data.source) or f"{without_path(dataset)} ({data.split})",
         method=outer.method if outer.enabled else "no outer loop",
         papers=[paper, *streaming] if paper else streaming,
         base_model=run.model.path,
-        dataset=dataset if dataset and not Path(dataset).exists() else None,
+        dataset=dataset,
         task="text-generation" if run.model.objective == "causal" else "fill-mask",
     )

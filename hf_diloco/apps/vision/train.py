@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hf_diloco.apps.common.environment import is_leader
 from hf_diloco.apps.common.load import parse_command_line
-from hf_diloco.apps.common.model_card import Training
+from hf_diloco.apps.common.model_card import Training, without_path
 from hf_diloco.apps.common.process import last_evaluation, prepared, run_and_exit, say
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.config.base import need_number
@@ -148,12 +148,15 @@ def describe_training(run: VisionRun) -> Training:
 
     data, method = run.data, run.gossip.method
     dataset = data.path if data.source == "hub" else None
-    texts = {"digits": "1,797 handwritten digits of the UCI repository", "hub": f"{dataset} ({data.split})"}
+    texts = {
+        "digits": "1,797 handwritten digits of the UCI repository",
+        "hub": f"{without_path(dataset)} ({data.split})",
+    }
     return Training(
         data=texts.get(data.source) or f"images of {Path(data.path or '').name}",
         method=method,
         papers=[paper] if (paper := find_method(method).paper) else [],
         base_model=run.model.path,
-        dataset=dataset if dataset and not Path(dataset).exists() else None,
+        dataset=dataset,
         task="image-classification",
     )
