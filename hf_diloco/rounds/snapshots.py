@@ -129,12 +129,16 @@ class Snapshots:
         def run() -> None:
             try:
                 self.write(round_number, state, parts)
-                if self._rank == 0:
-                    self.clear_up(keep_rounds)
             except DiLoCoError as error:
                 logger.warning("no snapshot of round %d: %s", round_number, error)
                 if isinstance(error, StoreFullError):
                     self.make_room(round_number)
+                return
+            try:
+                if self._rank == 0:
+                    self.clear_up(keep_rounds)
+            except DiLoCoError as error:
+                logger.warning("old snapshots and pseudo-gradients stay in the store: %s", error)
 
         self._thread = threading.Thread(target=run, name="hf-diloco-snapshot", daemon=True)
         self._thread.start()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from hf_diloco.errors import StoreError
+from hf_diloco.store.objects import ObjectStore
 from tests.meetings import Meeting
 
 
@@ -72,3 +75,20 @@ def test_a_snapshot_that_cannot_be_written_costs_no_round(
     island.train_to(12)
     island.session.close()
     assert (folder / "snapshots/00000012").exists()
+
+
+def test_old_objects_that_cannot_be_deleted_are_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the right to delete was taken away."""
+
+    def refuse(store: ObjectStore, paths: Sequence[str]) -> None:
+        raise StoreError(f"{store.url} does not delete {paths[0]}")
+
+    island = Meeting(tmp_path, 1, keep_rounds=1, snapshot_every=2).island(0)
+    monkeypatch.setattr(ObjectStore, "delete", refuse)
+    island.train_to(4)
+    island.session.close()
+    assert "old snapshots and pseudo-gradients stay in the store: memory://" in caplog.text
+    assert "no snapshot" not in caplog.text
+    assert island.session.rounds.archive.snapshots.newest(3) is not None
