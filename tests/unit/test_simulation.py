@@ -15,10 +15,11 @@ from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.common.island_log import note_start, open_log
 from hf_diloco.apps.common.simulation import train_together
 from hf_diloco.apps.lm.runfile import load_run_file
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import ConfigError, DiLoCoError
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 from tests.clocks import AT_ONCE, LONG
+from tests.full_disk import no_file_beyond
 from tests.processes import ROOT, Processes
 
 
@@ -65,6 +66,12 @@ def test_a_run_folder_serves_one_simulation_or_launch_at_a_time(tmp_path: Path) 
         assert "island 0 of this run is running already" in second.wait(LONG, expect=1).output
     with open_log(folder, "island 1") as log:
         note_start(log, "and runs again")
+
+
+def test_a_simulation_on_a_full_disk_is_refused(tmp_path: Path) -> None:
+    run = load_run_file(ROOT / "configs" / "quickstart.yaml", [f"output={tmp_path}"])
+    with no_file_beyond(0), pytest.raises(ConfigError, match=r"island-0: .*; give another --output"):
+        train_together([run], Turns(), lambda _: 0)
 
 
 def test_a_second_interruption_ends_the_command_at_once(tmp_path: Path) -> None:

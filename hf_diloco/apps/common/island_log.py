@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,8 +45,11 @@ def open_log(folder: Path, name: str) -> TextIO:
 
 
 def note_start(log: TextIO, what: str) -> None:
-    """Writes a line with the time into a log."""
-    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {what}", file=log, flush=True)
+    """Writes a line with the time into a log; raises `OSError` if the disk is full.
+
+    Past the buffer of `log`, which would raise the error again when it is closed.
+    """
+    os.write(log.fileno(), f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {what}\n".encode(errors="backslashreplace"))
 
 
 def _describe_holders(path: Path) -> str:
