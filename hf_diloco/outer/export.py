@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from glob import escape
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.outer.checkpoint import RECORD, OuterIndex, complete_checkpoints, load_outer, read_index
+from hf_diloco.utils.files import telling
 
 CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
@@ -92,35 +94,54 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
 
     Raises:
         ConfigError: `folder` exists, or there is no configuration.
-        CheckpointError: the export is impossible; the message says what is missing.
+        CheckpointError: the export is impossible; the message says what is missing. Or `folder` cannot be written.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already: name another folder, or remove it")
     parameters = outer_parameters(checkpoint, index)
     source = like or checkpoint
     adapter, settings = _find_adapter(source, parameters)
+    adapters, model = {}, None
     if settings is not None:
         adapters = _in_files_of_peft(checkpoint, adapter, parameters)
-        folder.mkdir(parents=True)
-        save_file(adapters, folder / ADAPTER, {"format": "pt"})
-        shutil.copy2(settings, folder)
     elif (source / CONFIG).is_file():
-        _save_model(source, checkpoint, parameters, folder)
+        model = _make_model(source, checkpoint, parameters)
     else:
         raise ConfigError(
             f"{'--like ' if like else ''}{source} has no {CONFIG}: give a folder that has the model's by --like, such "
             "as the one that training began from"
         )
-    for pattern in _TOKENIZER:
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copy2(path, folder)
-    if not (checkpoint / RECORD).is_file():  # a training deletes it before all other files
-        shutil.rmtree(folder)
-        raise CheckpointError(
-            f"{checkpoint} was deleted while it was read, because training went on: export a newer one, or copy it "
-            "first, or let training keep more (save_total_limit)"
-        )
+    with _made_whole(folder) as partial:
+        if model is not None:
+            model.save_pretrained(partial)
+        elif settings is not None:
+            save_file(adapters, partial / ADAPTER, {"format": "pt"})
+            shutil.copy2(settings, partial)
+        for path in (path for pattern in _TOKENIZER for path in source.glob(pattern) if path.is_file()):
+            shutil.copy2(path, partial)
+        if not (checkpoint / RECORD).is_file():  # a training deletes it before all other files
+            raise CheckpointError(
+                f"{checkpoint} was deleted while it was read, because training went on: export a newer one, or copy "
+                "it first, or let training keep more (save_total_limit)"
+            )
+
+
+@contextmanager
+def _made_whole(folder: Path) -> Iterator[Path]:
+    """Yields a folder that becomes `folder` at the end; after an error nothing is left of it.
+
+    Raises:
+        CheckpointError: the disk is full, or fails.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        with telling(folder):
+            partial.mkdir(parents=True)
+            yield partial
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _find_adapter(source: Path, parameters: Iterable[str]) -> tuple[str, Path | None]:
@@ -159,7 +180,7 @@ def _name_in_file(name: str) -> str:
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
-def _save_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tensor], folder: Path) -> None:
+def _make_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tensor]) -> Any:
     import transformers
     from transformers import AutoConfig
 
@@ -183,7 +204,7 @@ def _save_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tens
     # By the names that training uses: files may have others, which `from_pretrained` translates.
     for name, value in parameters.items():
         own[name].data.copy_(value)
-    model.save_pretrained(folder)
+    return model
 
 
 def _refuse_unknown(

@@ -31,6 +31,7 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.checkpoint import RECORD, OuterPart, read_index, save_outer
 from hf_diloco.outer.export import export, find_checkpoint
 from hf_diloco.outer.manifest import remove
+from tests.full_disk import no_file_beyond
 from tests.outer_state import make_index
 from tests.programs.trainer_island import Tokens, make_model
 from tests.trainers import make_saving_trainer, weights_of
@@ -210,6 +211,19 @@ def test_prompts_that_are_computed_are_refused(tmp_path: Path) -> None:
     ):
         export(checkpoint, read_index(checkpoint), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_an_export_that_a_full_disk_or_a_kill_ends_is_no_model_and_may_be_tried_again(tmp_path: Path) -> None:
+    """There was a traceback, and a part of the folder, for which the next export was refused."""
+    checkpoint = tmp_path / "checkpoint-1"
+    of_known_values(make_model(lora=False, tied=True, seed=1), checkpoint)
+    folder = tmp_path / "models" / "new"
+    with no_file_beyond(4096), pytest.raises(CheckpointError, match=r"models/new cannot be written \(.*os error"):
+        export(checkpoint, read_index(checkpoint), folder)
+    assert not list(folder.parent.iterdir())
+    (folder.parent / ".new.partial").mkdir()
+    export(checkpoint, read_index(checkpoint), folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["new"]
 
 
 def test_a_checkpoint_that_training_deletes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
