@@ -57,7 +57,7 @@ _OWN_OPTIMIZER = (
     "give the Trainer an optimizer of this model's parameters, or leave `optimizers` out, and choose an `optim` that "
     "is not layerwise"
 )
-_RESUMES_FROM_FOLDER = "give the folder, or leave it out, and call trainer.train(resume_from_checkpoint=True)"
+_FOLDER = "give the folder, or leave it out, and call trainer.train(resume_from_checkpoint=True)"
 
 
 class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
@@ -107,9 +107,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         HasOuterWeights.__init__(self)
         self._sync_every = self.config.sync_every
         self._facts = facts_given(fingerprint)
-        self._resume_path = path_given(
-            "DiLoCoCallback", "resume_from_checkpoint", resume_from_checkpoint, _RESUMES_FROM_FOLDER
-        )
+        self._resume_path = path_given("DiLoCoCallback", "resume_from_checkpoint", resume_from_checkpoint, _FOLDER)
         self._failure: DiLoCoError | None = None
         self._tokens_seen = 0
         self._unnoted: list[SyncReport] = []
