@@ -77,6 +77,7 @@ class Quorum:
         self._latest = Attempt(0, 0)
         self._open: Attempt | None = None  # had no plan when last read; a peer may have written one since
         self._doubtful: frozenset[str] = frozenset()
+        self._is_loss_known = False
         self._missing = ""  # path of the last record by which this process reported a missing average
 
     def current(self, round_number: int) -> Attempt:
@@ -221,7 +222,10 @@ class Quorum:
     def _check_place(self) -> None:
         """Checks that this process still owns its number, and that the store still holds the same run."""
         if not self.members.check_incarnation():  # the store has lost the claim, and perhaps all records
-            check_run(self._log)
+            lost = check_run(self._log)
+            if lost and not self._is_loss_known:
+                logger.warning("%s", lost)
+            self._is_loss_known = bool(lost)
 
     def _watch(self, attempt: Attempt, offer: OfferRecord) -> Watch:
         """Offers, and returns the watch to poll until there is a plan."""

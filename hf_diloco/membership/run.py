@@ -19,6 +19,10 @@ from hf_diloco.utils.threads import call_behind
 
 _PARTS = ("start.json", "incarnations", "heartbeats", "rounds", "links", "snapshots", "payloads")
 _LOOKS, _LOOK_SECONDS = 5, 1.0
+_BRING_BACK = (
+    f"Bring {RUN_PATH} back from a copy; or stop all islands and start them with an empty rendezvous: they go on from "
+    "their checkpoints"
+)
 
 
 class RunRecord(Record):
@@ -143,8 +147,7 @@ def _find_again(log: RunLog, clock: Clock) -> RunRecord | None:
         return None
     raise RendezvousError(
         f"{log.store.url} holds records of a run ({others[0]} and {len(others) - 1} more), but {RUN_PATH}, which "
-        f"names that run, is gone: a second run in the same place would mix with them. Bring {RUN_PATH} back from a "
-        "copy; or stop all islands and start them with an empty rendezvous: they go on from their checkpoints"
+        f"names that run, is gone: a second run in the same place would mix with them. {_BRING_BACK}"
     )
 
 
@@ -153,19 +156,29 @@ def _has_begun(store: ObjectStore) -> bool:
     return store.get(MEETING, MAX_RECORD_BYTES) is not None
 
 
-def check_run(log: RunLog) -> None:
+def check_run(log: RunLog) -> str:
     """Checks that no other run has begun in the store of this one.
+
+    Returns:
+        What to tell the user if `run.json` is gone or damaged; else "".
 
     Raises:
         ExchangeError: another run has begun there.
     """
     found = RunLog(log.store, log.seal.of(NO_RUN)).read_or_refuse(RUN_PATH, RunRecord)
-    if found is not None and found.run != log.seal.run_id:
+    if found is None:
+        return (
+            f"{log.store.url} has lost records of this run, also {RUN_PATH}, which names it: training goes on, but "
+            "no island can be started there any more. Keep others, and rules that delete old objects, away. "
+            f"{_BRING_BACK}"
+        )
+    if found.run != log.seal.run_id:
         raise ExchangeError(
             f"{log.store.url} has lost this run, and island {found.by} has begun another one there. This island ends; "
             "started again, it joins that run, if that goes on from a checkpoint of this one. Otherwise stop all "
             "islands, and start them with an empty rendezvous: they go on from their checkpoints"
         )
+    return ""
 
 
 def open_run(store: ObjectStore, key: bytes, clock: Clock = REAL) -> tuple[RunRecord, RunLog]:

@@ -296,6 +296,19 @@ def test_a_run_whose_name_is_gone_is_not_begun_again(tmp_path: Path) -> None:
     assert meeting.island(0, checkpoint=checkpoint).hash == island.hash
 
 
+def test_islands_that_run_say_that_none_can_be_started(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a rule of the bucket has deleted the oldest objects, among them the island's claim of its number."""
+    meeting = Meeting(tmp_path, 1)
+    island = meeting.island(0).train_to(2)
+    store = ObjectStore(meeting.url)
+    store.delete(["run.json", *(path for path, _ in store.list("incarnations"))])
+    island.train_to(5)
+    told = [line for line in caplog.messages if "no island can be started there any more" in line]
+    assert len(told) == 1, "once"
+    assert f"{meeting.url} has lost records of this run" in told[0]
+    assert "Bring run.json back from a copy" in told[0]
+
+
 def test_a_run_that_begins_from_a_checkpoint_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An empty folder may be a mount point without its file system."""
     island = Meeting(tmp_path, 1).island(0).train_to(1)
