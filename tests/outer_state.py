@@ -15,6 +15,7 @@ def make_index(num_parameters: int, **changes: Any) -> OuterIndex:
         "global_step": 20,
         "num_parameters": num_parameters,
         "model": "ab",
+        "parameters": {},
         "outer_digest": "cd",
         "settings": {},
         "data": {},

@@ -48,9 +48,6 @@ FOLDER = "diloco"
 RECORD = f"{FOLDER}/outer.json"
 """The record, which is written last into a checkpoint."""
 _FORMAT = 5
-_READ_FORMATS = (1, 2, 3, 4, 5)
-"""Format 1 lacks the Trainer's files, 2 the parameters' shapes, 3 the record's own digest, 4 the steps at which
-rounds are due."""
 
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
@@ -73,7 +70,7 @@ class FragmentIndex(BaseModel):
     steps until the masters take the outer parameters of the last round; None: they have. `digest`: compared among
     islands; cannot be recomputed where their outer parameters differ. `parameters`: digest of their names and sizes.
     `anticipated_of`: number of islands in the average of which this island has applied its own part in advance.
-    `distances`: from `OuterState.distances`; empty if not finite, or from an earlier version.
+    `distances`: from `OuterState.distances`; empty if not finite.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -124,7 +121,7 @@ class OuterIndex(BaseModel):
     global_step: int
     num_parameters: int
     model: str
-    parameters: dict[str, list[int]] = {}
+    parameters: dict[str, list[int]]
     outer_digest: str
     run: str = ""
     settings: dict[str, Any]
@@ -222,8 +219,9 @@ def read_index(checkpoint: Path) -> OuterIndex:
     path = checkpoint / RECORD
     absent = f"{checkpoint} has no outer state ({path.name} is missing): it was not written by this package"
     index = read_record(path, OuterIndex, absent)
-    if index.format not in _READ_FORMATS:
-        raise CheckpointError(f"{path} has format {index.format}, this version of hf_diloco reads up to {_FORMAT}")
+    if index.format != _FORMAT:
+        has = f"{path} has format {index.format}, and this version of hf_diloco reads {_FORMAT}"
+        raise CheckpointError(f"{has}: resume with the version that wrote it")
     for file in index.files:
         part = checkpoint / FOLDER / file.name
         if not part.is_file() or part.stat().st_size != file.num_bytes:

@@ -65,13 +65,8 @@ def outer_parameters(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Ten
     """Returns the outer parameters by name, in fp32: all trained parameters, assembled from all shards.
 
     Raises:
-        CheckpointError: a file is corrupt, or the checkpoint is too old to contain the parameters' shapes.
+        CheckpointError: a file is corrupt.
     """
-    if not index.parameters:
-        raise CheckpointError(
-            f"{checkpoint} was written by a version of hf_diloco that did not note the parameters' shapes: resume the "
-            "run, and export its next checkpoint"
-        )
     values = load_outer(checkpoint, index, [(0, index.num_parameters)], only="anchor")["anchor"]
     parts = values.split([prod(shape) for shape in index.parameters.values()])
     return {

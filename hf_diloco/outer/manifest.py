@@ -87,7 +87,7 @@ def write_record(path: Path, record: BaseModel) -> None:
 
 
 def read_record(path: Path, kind: type[M], absent: str) -> M:
-    """Reads a record from `write_record`, or one without a digest, from an earlier version of this package.
+    """Reads a record that `write_record` wrote.
 
     Args:
         path: of the file.
@@ -99,13 +99,14 @@ def read_record(path: Path, kind: type[M], absent: str) -> M:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if sealed := _OWN_DIGEST.search(text):
-            text = text[: sealed.start()] + _END
-            if _digest_text(text) != sealed[1]:
-                raise CheckpointError(
-                    f"{path} does not hold what was written to it: resume from an earlier checkpoint"
-                )
-        return kind.model_validate_json(text)
+        sealed = _OWN_DIGEST.search(text)
+        whole = text[: sealed.start()] + _END if sealed else ""
+        if sealed is None or _digest_text(whole) != sealed[1]:
+            raise CheckpointError(
+                f"{path} does not hold what was written to it, or an earlier version of hf_diloco wrote it: resume "
+                "from an earlier checkpoint, or with that version"
+            )
+        return kind.model_validate_json(whole)
     except FileNotFoundError:
         raise CheckpointError(
             f"{absent}, or the run was killed while writing it. Resume from an earlier checkpoint"

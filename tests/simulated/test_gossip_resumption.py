@@ -197,14 +197,6 @@ def test_a_checkpoint_without_trainers_state_is_not_whole(tmp_path: Path) -> Non
     assert whole_checkpoints(tmp_path) == {2: whole}
 
 
-def test_a_checkpoint_of_an_earlier_version_is_whole(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 2, trainer_state="{}")
-    (checkpoint / "gossip.json").write_text(
-        '{"format": 1, "step": 2, "node": 0, "num_nodes": 2, "method": "dsgd", "facts": {"seed": 42}, "files": []}'
-    )
-    assert whole_checkpoints(tmp_path) == {2: checkpoint}
-
-
 def test_a_checkpoint_that_a_user_names_is_read_before_it_is_resumed_from(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 2, trainer_state="{}", weights="[1]")
     check_files(checkpoint, IslandGroup())

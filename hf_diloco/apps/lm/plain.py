@@ -128,7 +128,7 @@ class PlainCallback(RunCallback[Record]):
 
 
 def _read_files(checkpoint: Path) -> list[FileRecord]:
-    """Returns the files that a checkpoint lists; none if an earlier version of this package wrote it."""
+    """Returns the files that a checkpoint lists; none if a Trainer without this callback wrote it."""
     path = checkpoint / _FILES
     try:
         return [FileRecord(**file) for file in json.loads(path.read_text(encoding="utf-8"))]
