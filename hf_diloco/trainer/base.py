@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -151,25 +151,14 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         )
         if trainer is not None:
             self._replace(trainer, "_run_epoch", self._run_epoch)
-            self._watch_later_callbacks(trainer.callback_handler.callbacks)
             self._tell_launcher(args, trainer)
 
     def _check_alone(self) -> None:
         self._need_record().check_alone()
 
-    def _replace(self, owner: Trainer | TrainerCallback, name: str, ours: Callable[..., Any]) -> None:
-        """Replaces a method by `ours` until training ends; `ours` gets the owner, the method and its arguments."""
-        self._replaced.enter_context(replaced(owner, name, partial(ours, owner, getattr(owner, name))))
-
-    def _watch_later_callbacks(self, callbacks: Sequence[TrainerCallback]) -> None:
-        """Handles errors of the callbacks that begin after this one, when it has joined the run already."""
-        later = callbacks[callbacks.index(self) + 1 :] if self in callbacks else ()
-        for callback in later:
-            self._replace(callback, "on_train_begin", self._begin_other)
-
-    def _begin_other(self, _: TrainerCallback, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._giving_back():
-            return begin(*args, **kwargs)
+    def _replace(self, trainer: Trainer, name: str, ours: Callable[..., Any]) -> None:
+        """Replaces a method by `ours` until training ends; `ours` gets the Trainer, the method and its arguments."""
+        self._replaced.enter_context(replaced(trainer, name, partial(ours, trainer, getattr(trainer, name))))
 
     def _evaluate(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs an evaluation during training on `_evaluated_weights`."""
@@ -190,7 +179,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
 
     @contextmanager
     def _giving_back(self) -> Iterator[None]:
-        """Restores the Trainer's methods and leaves the run if the body raises; the Trainer tells no callback."""
+        """Restores the Trainer's methods if an epoch or the first evaluation raises; the Trainer tells no callback."""
         try:
             yield
         except BaseException:

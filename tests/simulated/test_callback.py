@@ -38,7 +38,6 @@ from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.trainer import callback as callbacks
 from hf_diloco.trainer.arguments import check_launched
 from hf_diloco.trainer.record import Record
-from tests.islands import Beside
 from tests.processes import Processes, find_free_port
 from tests.programs.trainer_island import Tokens, make_model
 from tests.records import events
@@ -582,34 +581,6 @@ def test_a_lost_island_ends_training_after_a_checkpoint(free_port: int, tmp_path
     assert events(folder, "end")[0]["rounds"] == 1
     saved = torch.load(folder / "checkpoint-6" / "optimizer.pt", weights_only=True)
     assert saved["state"]
-
-
-class BeginsWithAnError(TrainerCallback):
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        raise KilledError
-
-
-def test_an_error_of_another_callback_when_training_begins_is_told_to_the_others(
-    free_port: int, tmp_path: Path
-) -> None:
-    """In a notebook the process lives on, and the others would wait until `sync_timeout`."""
-    common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_timeout": 60}
-
-    def other() -> None:
-        session = FixedSession(DiLoCoConfig(island=1, **common), IslandGroup())
-        session.join(open_shards(make_model(lora=False, tied=True, seed=2), None), tmp_path / "second")
-        try:
-            session.sync()
-        finally:
-            session.abandon()
-
-    with Beside(other) as failures:
-        fails = BeginsWithAnError()
-        trainer = make_trainer(tmp_path / "first", DiLoCoCallback(island=0, **common), fails)
-        with pytest.raises(KilledError):
-            trainer.train()
-    assert "island 0 left the run before round 1: its training ended in an error" in str(failures[0])
-    assert not vars(fails)
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
