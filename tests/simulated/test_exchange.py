@@ -520,7 +520,7 @@ def test_an_island_that_leaves_a_mesh_wakes_the_others(small_chunks: None, num_i
         try:
             exchange.average(torch.ones(100), [1] * num_islands, FP32)
         except IslandLostError:
-            with pytest.raises(ExchangeError, match=r"closed.*restart"):
+            with pytest.raises(ExchangeError, match=r"closed.*start the run again"):
                 exchange.average(torch.ones(100), [1] * num_islands, FP32)
             raise
 
