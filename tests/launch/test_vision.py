@@ -217,6 +217,7 @@ def test_the_imagenet_recipe_in_small(tmp_path: Path) -> None:
         write_photographs(tmp_path / "data" / f"{split}-00000-of-00001.parquet", numbers)
     sizes = {
         "data.path": tmp_path,
+        "data.image_size": 64,  # processors without bf16 take minutes for larger ones
         "training.max_steps": 3,
         "training.warmup_steps": 1,
         "training.per_device_train_batch_size": 2,
