@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+
+C = TypeVar("C", bound=Callable[..., Any])
 
 RunFileArgument = Annotated[
     Path,
@@ -29,3 +33,14 @@ def group(help: str) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+
+
+def examples(*lines: str) -> Callable[[C], C]:
+    """Adds command lines to the help of a command, which is its docstring."""
+    shown = ["[bold]Examples[/bold]", *(f"[cyan]{line}[/cyan]" for line in lines)]
+
+    def add(command: C) -> C:
+        command.__doc__ = "\n\n".join([inspect.cleandoc(command.__doc__ or ""), *shown])
+        return command
+
+    return add

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_diloco.cli.arguments import AsJson, group
+from hf_diloco.cli.arguments import AsJson, examples, group
 
 if TYPE_CHECKING:
     from hf_diloco.outer.checkpoint import OuterIndex
@@ -26,15 +26,12 @@ Checkpoint = Annotated[
 
 
 @checkpoint_app.command()
+@examples(
+    "hf-diloco checkpoint inspect runs/quickstart",
+    "hf-diloco checkpoint inspect runs/quickstart/island-1/checkpoint-60 --json",
+)
 def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds: round, steps, method, fragments, ranks, sizes.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco checkpoint inspect runs/quickstart[/cyan]
-
-    [cyan]hf-diloco checkpoint inspect runs/quickstart/island-1/checkpoint-60 --json[/cyan]
-    """
+    """Show what a checkpoint holds: round, steps, method, fragments, ranks, sizes."""
     from hf_diloco.outer.export import find_checkpoint
     from hf_diloco.utils.tables import fact_table, output
 
@@ -51,6 +48,7 @@ def _text(value: Any) -> str:
 
 
 @checkpoint_app.command()
+@examples("hf-diloco checkpoint export runs/quickstart model-of-now")
 def export(
     checkpoint: Checkpoint,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where the model goes; is made")],
@@ -63,10 +61,6 @@ def export(
 
     Whatever the ranks trained with: plain PyTorch, DDP, DeepSpeed ZeRO or FSDP2. Of adapters it makes a PEFT folder.
     A model card, README.md, says what the checkpoint knows of the training.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco checkpoint export runs/quickstart model-of-now[/cyan]
     """
     from hf_diloco.apps.common.model_card import write_card_of_checkpoint
     from hf_diloco.outer.export import export as write, find_checkpoint

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hf_diloco.apps.common.shipped import shipped_files, shipped_folder, shipped_names
-from hf_diloco.cli.arguments import group
+from hf_diloco.cli.arguments import examples, group
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import nearest
 
@@ -20,13 +20,9 @@ configs_app = group("List, show and copy the run files that come with hf-diloco.
 
 
 @configs_app.command("ls")
+@examples("hf-diloco configs ls")
 def ls() -> None:
-    """List the run files, by the names that `hf-diloco launch` takes, and the files that they name.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco configs ls[/cyan]
-    """
+    """List the run files, by the names that `hf-diloco launch` takes, and the files that they name."""
     names = shipped_names()
     width = max(len(name) for name in names)
     for name in names:
@@ -36,31 +32,25 @@ def ls() -> None:
 
 
 @configs_app.command("show")
+@examples(
+    "hf-diloco configs show quickstart",
+    "hf-diloco configs show deepspeed/zero2.json",
+)
 def show(name: Annotated[str, typer.Argument(metavar="NAME", help="as `hf-diloco configs ls` lists it")]) -> None:
-    """Print one of the files.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco configs show quickstart[/cyan]
-
-    [cyan]hf-diloco configs show deepspeed/zero2.json[/cyan]
-    """
+    """Print one of the files."""
     typer.echo((shipped_folder() / _file_of(name)).read_text(), nl=False)
 
 
 @configs_app.command("copy")
+@examples(
+    "hf-diloco configs copy quickstart",
+    "hf-diloco configs copy recipes/slowmo --to my-runs",
+)
 def copy(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="which; default: all")] = None,
     to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to; made if it is missing.")] = Path("configs"),
 ) -> None:
-    """Copy run files, with the files that they name, to change them. Nothing is overwritten.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco configs copy quickstart[/cyan]
-
-    [cyan]hf-diloco configs copy recipes/slowmo --to my-runs[/cyan]
-    """
+    """Copy run files, with the files that they name, to change them. Nothing is overwritten."""
     files = sorted({file for name in names for file in _with_named(_file_of(name))} if names else shipped_files())
     folder = shipped_folder()
     for file in files:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_diloco.apps.common.shipped import find_run_file
-from hf_diloco.cli.arguments import AsJson
+from hf_diloco.cli.arguments import AsJson, examples
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import Link
 from hf_diloco.planning.estimate import TARGET, Estimate, Row, draw, make_estimate
@@ -34,6 +34,11 @@ _MOST_EXPENSIVE = 1e9
 _PANEL = "without RUN.yaml"
 
 
+@examples(
+    "hf-diloco estimate configs/quickstart.yaml --bandwidth 200M --rtt 80ms",
+    "hf-diloco estimate --params 1b --islands 4 --bandwidth 200M --rtt 80ms --step-time 2s",
+    "hf-diloco estimate --params 7b --bandwidth 1G --price 0.09 --json | jq .advice",
+)
 def estimate(
     ctx: typer.Context,
     run_file: Annotated[
@@ -82,14 +87,6 @@ def estimate(
     """Say what a run will cost on its link, before it starts: bytes, seconds, utilisation, memory.
 
     It starts nothing. If the run has a record already, its steps are taken to be as long as they were.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco estimate configs/quickstart.yaml --bandwidth 200M --rtt 80ms[/cyan]
-
-    [cyan]hf-diloco estimate --params 1b --islands 4 --bandwidth 200M --rtt 80ms --step-time 2s[/cyan]
-
-    [cyan]hf-diloco estimate --params 7b --bandwidth 1G --price 0.09 --json | jq .advice[/cyan]
     """
     if picture is not None:
         from hf_diloco.methods.topology.drawing import check_picture

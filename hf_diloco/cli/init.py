@@ -8,12 +8,16 @@ from typing import Annotated
 
 import typer
 
-from hf_diloco.cli.arguments import Overrides, RunFileArgument
+from hf_diloco.cli.arguments import Overrides, RunFileArgument, examples
 from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import counted
 
 
+@examples(
+    "hf-diloco init slurm run.yaml --islands 4 --gpus-per-island 8 --rendezvous s3://bucket/my-run",
+    "hf-diloco init compose run.yaml --gpus-per-island 4 --image my/image",
+)
 def init(
     engine: Annotated[
         str,
@@ -62,12 +66,6 @@ def init(
 
     The islands meet in an object store, so the engine may start each of them where and when it likes. The files are
     yours to change. What is there already stays, unless you give --force.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco init slurm run.yaml --islands 4 --gpus-per-island 8 --rendezvous s3://bucket/my-run[/cyan]
-
-    [cyan]hf-diloco init compose run.yaml --gpus-per-island 4 --image my/image[/cyan]
     """
     from hf_diloco.cli.engines import ENGINES, plan_deployment
     from hf_diloco.cli.plan import LaunchOptions

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from hf_diloco import __version__
 from hf_diloco.cli import doctor, meeting
-from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument, group
+from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument, examples, group
 from hf_diloco.cli.checkpoint import checkpoint_app
 from hf_diloco.cli.configs import configs_app
 from hf_diloco.cli.estimate import estimate
@@ -53,6 +53,15 @@ class _LaunchCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@examples(
+    "hf-diloco launch quickstart",
+    "hf-diloco launch quickstart training.max_steps=60 diloco.sync_every=10 --name short",
+    "hf-diloco launch run.yaml --island 1 --rendezvous tcp://10.0.0.1:29400",
+    "hf-diloco launch vision/quickstart gossip.method=dmsgd",
+    "hf-diloco launch quickstart --simulate 2",
+    "hf-diloco launch --islands 2 -- python my_script.py",
+    "hf-diloco launch --islands 2 -- torchrun --nproc_per_node 4 my_script.py",
+)
 def launch(
     ctx: typer.Context,
     run_file: Annotated[Path | None, RunFileArgument.__metadata__[0]] = None,
@@ -114,22 +123,6 @@ def launch(
     Ctrl-C asks every island to finish its step and write a checkpoint; a second one ends them at once.
     The same command continues the run. Behind `--`, a command of your own takes the place of a run file.
 
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco launch quickstart[/cyan]
-
-    [cyan]hf-diloco launch quickstart training.max_steps=60 diloco.sync_every=10 --name short[/cyan]
-
-    [cyan]hf-diloco launch run.yaml --island 1 --rendezvous tcp://10.0.0.1:29400[/cyan]
-
-    [cyan]hf-diloco launch vision/quickstart gossip.method=dmsgd[/cyan]
-
-    [cyan]hf-diloco launch quickstart --simulate 2[/cyan]
-
-    [cyan]hf-diloco launch --islands 2 -- python my_script.py[/cyan]
-
-    [cyan]hf-diloco launch --islands 2 -- torchrun --nproc_per_node 4 my_script.py[/cyan]
-
     [bold]Exit codes[/bold]
 
     0: finished. 1: an island failed. 2: wrong command or run file. 3: stopped, every island with a checkpoint.
@@ -157,6 +150,10 @@ def launch(
     raise typer.Exit(run_launch(asked, grace=grace, dry_run=dry_run))
 
 
+@examples(
+    "hf-diloco validate configs/quickstart.yaml",
+    "hf-diloco validate run.yaml --island 1 --rendezvous s3://bucket/my-run",
+)
 def validate(
     run_file: RunFileArgument,
     overrides: Overrides = None,
@@ -169,12 +166,6 @@ def validate(
 ) -> None:
     """Check a run without starting it: settings, model, data, memory, disk and store; and say what was not tried.
 
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco validate configs/quickstart.yaml[/cyan]
-
-    [cyan]hf-diloco validate run.yaml --island 1 --rendezvous s3://bucket/my-run[/cyan]
-
     [bold]Exit codes[/bold]
 
     0: nothing speaks against it. 1: it would fail on this machine. 2: wrong command or run file.
@@ -186,6 +177,11 @@ def validate(
     raise typer.Exit(run_validate(asked, as_json))
 
 
+@examples(
+    "hf-diloco report runs/quickstart",
+    "hf-diloco report runs/quickstart --json | jq .eval_loss",
+    "hf-diloco report runs/quickstart --html page.html",
+)
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="the run folder, such as runs/quickstart")],
     file: Annotated[
@@ -194,16 +190,7 @@ def report(
     as_json: AsJson = False,
     html: Annotated[bool, typer.Option("--html", help="Write a page with plots of loss and traffic.")] = False,
 ) -> None:
-    """Show what a run did: loss, speed, bytes exchanged, time spent waiting; also while it goes on.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco report runs/quickstart[/cyan]
-
-    [cyan]hf-diloco report runs/quickstart --json | jq .eval_loss[/cyan]
-
-    [cyan]hf-diloco report runs/quickstart --html page.html[/cyan]
-    """
+    """Show what a run did: loss, speed, bytes exchanged, time spent waiting; also while it goes on."""
     if file is not None and not html:
         raise ConfigError(f"{file}: a second argument is the page's file; add --html, or give one run folder")
     from hf_diloco.report import load_run, print_report, summarise, write_html
@@ -220,6 +207,11 @@ def report(
         print_report(figures)
 
 
+@examples(
+    "hf-diloco compare runs/first runs/second",
+    "hf-diloco compare runs/first runs/second --html comparison.html",
+    "hf-diloco compare runs/first runs/second --json | jq '.[] | {name, eval_loss}'",
+)
 def compare(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN RUN...", help="two run folders or more", show_default=False)
@@ -229,16 +221,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs: loss, tokens, time, bytes sent, time spent waiting; also while they go on.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco compare runs/first runs/second[/cyan]
-
-    [cyan]hf-diloco compare runs/first runs/second --html comparison.html[/cyan]
-
-    [cyan]hf-diloco compare runs/first runs/second --json | jq '.[] | {name, eval_loss}'[/cyan]
-    """
+    """Compare runs: loss, tokens, time, bytes sent, time spent waiting; also while they go on."""
     from hf_diloco.report.compare import COLUMNS, load_candidates, row, write_comparison
     from hf_diloco.utils.tables import empty_table, output, plain, print_figures
 
@@ -254,17 +237,14 @@ def compare(
         typer.echo(f"wrote {write_comparison(found, html)}", err=as_json)
 
 
+@examples(
+    "hf-diloco config-schema > run.schema.json",
+    "hf-diloco config-schema --vision > vision.schema.json",
+)
 def config_schema(
     vision: Annotated[bool, typer.Option("--vision", help="Of image classifiers' run files.")] = False,
 ) -> None:
-    """Print the JSON schema of run files, for editors and other programs.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco config-schema > run.schema.json[/cyan]
-
-    [cyan]hf-diloco config-schema --vision > vision.schema.json[/cyan]
-    """
+    """Print the JSON schema of run files, for editors and other programs."""
     from hf_diloco.apps.lm.runfile import RunFile
     from hf_diloco.apps.vision.runfile import VisionRun
 

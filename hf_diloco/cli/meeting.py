@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hf_diloco.cli.arguments import AsJson, group
+from hf_diloco.cli.arguments import AsJson, examples, group
 from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.extras import need
@@ -52,6 +52,13 @@ store_app = group("Look after the store in which the islands of a run meet.")
 keys_app = group("Make keys and identities, and show public keys.")
 
 
+@examples(
+    "hf-diloco status runs/quickstart",
+    "hf-diloco status tcp://10.0.0.1:29400",
+    "hf-diloco status s3://bucket/my-run",
+    "hf-diloco status file:///shared/my-run --watch",
+    "hf-diloco status s3://bucket/my-run --json | jq .round",
+)
 def status(
     run: RunArgument,
     watch: Annotated[
@@ -69,18 +76,6 @@ def status(
     """Show where the islands of a run stand, and what became of the last rounds.
 
     It only reads. Which islands live shows in whether their signs of life change, so it takes a few seconds.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco status runs/quickstart[/cyan]
-
-    [cyan]hf-diloco status tcp://10.0.0.1:29400[/cyan]
-
-    [cyan]hf-diloco status s3://bucket/my-run[/cyan]
-
-    [cyan]hf-diloco status file:///shared/my-run --watch[/cyan]
-
-    [cyan]hf-diloco status s3://bucket/my-run --json | jq .round[/cyan]
     """
     from hf_diloco.cli.status import run_status
 
@@ -88,6 +83,10 @@ def status(
 
 
 @store_app.command("check")
+@examples(
+    "hf-diloco store check s3://bucket/my-run",
+    "hf-diloco store check file:///shared/my-run --repair",
+)
 def store_check(
     rendezvous: StoreArgument,
     repair: Annotated[
@@ -104,12 +103,6 @@ def store_check(
 
     It may be called while the run goes on. Without --repair it only reads.
 
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco store check s3://bucket/my-run[/cyan]
-
-    [cyan]hf-diloco store check file:///shared/my-run --repair[/cyan]
-
     [bold]Exit codes[/bold]
 
     0: nothing to be done. 1: something was found, or there is no run, or it has another key. 2: wrong command.
@@ -119,6 +112,10 @@ def store_check(
     raise typer.Exit(run_check(rendezvous, key_file, is_deep=deep, repair=repair, as_json=as_json))
 
 
+@examples(
+    "hf-diloco rendezvous 10.0.0.1:29400 --folder /data/rendezvous",
+    "hf-diloco launch run.yaml --island 1 --rendezvous http://10.0.0.1:29400/my-run",
+)
 def rendezvous(
     address: Annotated[
         str, typer.Argument(metavar="HOST:PORT", help="where to listen: this machine's address, as the islands see it")
@@ -132,12 +129,6 @@ def rendezvous(
 
     It may run on any machine that all islands reach, and serve any number of runs; no island is then special. Islands
     come and go as in a bucket. Started again with the same folder, it goes on where it was.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco rendezvous 10.0.0.1:29400 --folder /data/rendezvous[/cyan]
-
-    [cyan]hf-diloco launch run.yaml --island 1 --rendezvous http://10.0.0.1:29400/my-run[/cyan]
     """
     import asyncio
 
@@ -168,6 +159,12 @@ def rendezvous(
     asyncio.run(serve_until_stopped(app, listener, tell))
 
 
+@examples(
+    "hf-diloco dashboard runs/quickstart",
+    "hf-diloco dashboard s3://bucket/my-run",
+    "hf-diloco dashboard tcp://10.0.0.1:29400",
+    "hf-diloco dashboard runs/quickstart --listen 10.0.0.1:29480 --prometheus",
+)
 def dashboard(
     run: RunArgument,
     listen: Annotated[
@@ -185,16 +182,6 @@ def dashboard(
     """Serve a page that shows a run while it goes on: islands, rounds, loss, traffic, waiting, refused objects.
 
     It only reads, and goes on until Ctrl-C.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco dashboard runs/quickstart[/cyan]
-
-    [cyan]hf-diloco dashboard s3://bucket/my-run[/cyan]
-
-    [cyan]hf-diloco dashboard tcp://10.0.0.1:29400[/cyan]
-
-    [cyan]hf-diloco dashboard runs/quickstart --listen 10.0.0.1:29480 --prometheus[/cyan]
     """
     import asyncio
 
@@ -224,19 +211,19 @@ def dashboard(
 
 
 @keys_app.command("make")
+@examples(
+    "hf-diloco keys make island-0.pem",
+    "hf-diloco keys make --shared diloco.key",
+)
 def make(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="where the private key goes; there must be none yet")],
     shared: Annotated[
         bool, typer.Option("--shared", help="Make the key that all islands of a run share, and not an identity.")
     ] = False,
 ) -> None:
-    """Make an island's identity and print its public key, or, with --shared, a run's key. Only you can read the file.
+    """Make an island's identity and print its public key, or, with --shared, a run's key.
 
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco keys make island-0.pem[/cyan]
-
-    [cyan]hf-diloco keys make --shared diloco.key[/cyan]
+    Only you can read the file.
     """
     from hf_diloco.store.credentials import make_identity, make_key
 
@@ -248,13 +235,9 @@ def make(
 
 
 @keys_app.command("show")
+@examples("hf-diloco keys show island-0.pem")
 def show(file: Annotated[Path, typer.Argument(metavar="FILE", help="that `hf-diloco keys make` wrote")]) -> None:
-    """Print the public key of an identity, for `identities` in a run file.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco keys show island-0.pem[/cyan]
-    """
+    """Print the public key of an identity, for `identities` in a run file."""
     from hf_diloco.store.credentials import load_identity
 
     private = load_identity(file, 0)

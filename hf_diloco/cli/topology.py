@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_diloco.cli.arguments import AsJson
+from hf_diloco.cli.arguments import AsJson, examples
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils import text
 from hf_diloco.utils.own_files import is_own
@@ -74,6 +74,11 @@ class TopologyFigures:
     steps: list[Step]
 
 
+@examples(
+    "hf-diloco topology ring --num-nodes 8",
+    "hf-diloco topology one-peer-exponential --num-nodes 16 --draw graph.svg",
+    "hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho",
+)
 def topology(
     name: Annotated[
         str,
@@ -102,16 +107,7 @@ def topology(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a graph of decentralised training: weights, speed of averaging, traffic, stability with momentum.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco topology ring --num-nodes 8[/cyan]
-
-    [cyan]hf-diloco topology one-peer-exponential --num-nodes 16 --draw graph.svg[/cyan]
-
-    [cyan]hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho[/cyan]
-    """
+    """Show a graph of decentralised training: weights, speed of averaging, traffic, stability with momentum."""
     from hf_diloco.methods.topology import GRAPHS, make_topology
     from hf_diloco.methods.topology.drawing import check_picture, draw
     from hf_diloco.utils.tables import output, print_figures

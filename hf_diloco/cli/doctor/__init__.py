@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from hf_diloco import __version__
-from hf_diloco.cli.arguments import AsJson
+from hf_diloco.cli.arguments import AsJson, examples
 from hf_diloco.cli.devices import cuda_devices, num_cores
 from hf_diloco.cli.meeting import open_listener
 from hf_diloco.utils import text
@@ -126,6 +126,12 @@ def answer(address: str) -> int:
     return 0
 
 
+@examples(
+    "hf-diloco doctor",
+    "hf-diloco doctor --store s3://bucket/my-run",
+    "hf-diloco doctor --listen 10.0.0.1:29400  # on one machine",
+    "hf-diloco doctor --peer 10.0.0.1:29400  # on the other",
+)
 def doctor(
     store: Annotated[
         str | None, typer.Option(metavar="URL", help="Try a store: rights, exclusive creation, speed.")
@@ -144,16 +150,6 @@ def doctor(
 ) -> None:
     """Look for what would keep a run from working on this machine; each finding comes with its remedy.
 
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco doctor[/cyan]
-
-    [cyan]hf-diloco doctor --store s3://bucket/my-run[/cyan]
-
-    [cyan]hf-diloco doctor --listen 10.0.0.1:29400[/cyan]  (on one machine)
-
-    [cyan]hf-diloco doctor --peer 10.0.0.1:29400[/cyan]  (on the other)
-
     [bold]Exit codes[/bold]
 
     0: no problem; there may be warnings. 1: a problem, with which a run would fail. 2: wrong command.
@@ -164,13 +160,9 @@ def doctor(
     raise typer.Exit(show_findings(run_checks(chosen), as_json))
 
 
+@examples("hf-diloco env")
 def env(as_json: AsJson = False) -> None:
-    """Show versions, devices and settings of the environment, for a report of a bug. Secrets are left out.
-
-    [bold]Examples[/bold]
-
-    [cyan]hf-diloco env[/cyan]
-    """
+    """Show versions, devices and settings of the environment, for a report of a bug. Secrets are left out."""
     facts = _environment()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
