@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import TextIO
 
 import psutil
 
 from hf_diloco.apps.common.environment import STOPPED
-from hf_diloco.apps.common.island_log import LOG_FILE, note_start, open_log
+from hf_diloco.apps.common.island_log import LOG_FILE, open_log
 from hf_diloco.cli.guard import end_descendants
 from hf_diloco.cli.log import FAILED, FINISHED, LogFollower, Outcome, UsefulLines, read_outcome, root_error
 from hf_diloco.cli.plan import IslandPlan
@@ -51,7 +50,8 @@ class Island:
         self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._progress: tuple[tuple[int, ...], Progress] = ((), Progress())
 
-        with self._opened_log(plan) as log:
+        with open_log(plan.folder, self.name, redact_text(plan.shell_line())) as log:
+            _prepare_folder(plan)
             self._follower = LogFollower(self.log_path)
             changed = {**os.environ, **plan.environment}
             self._process = subprocess.Popen(
@@ -63,21 +63,6 @@ class Island:
                 start_new_session=True,  # Ctrl-C reaches only the launcher
             )
         self.pid = self._process.pid  # of its guard
-
-    def _opened_log(self, plan: IslandPlan) -> TextIO:
-        """Prepares the folder for a start, and returns the log, open and locked."""
-        try:
-            with ExitStack() as stack:
-                log = stack.enter_context(open_log(plan.folder, self.name))
-                for stale in (PROGRESS_FILE, STOP_FILE):  # of an earlier start
-                    (plan.folder / stale).unlink(missing_ok=True)
-                for path, text in plan.files.items():
-                    path.write_text(text, encoding="utf-8")
-                note_start(log, redact_text(plan.shell_line()))
-                stack.pop_all()
-            return log
-        except OSError as error:
-            raise ConfigError(f"{plan.folder}: {error.strerror}; give another --output") from None
 
     @property
     def unit(self) -> str:
@@ -157,3 +142,13 @@ class Island:
                 end_descendants(grace=0, parent=self._process.pid)
             self._process.kill()
         self._process.wait()
+
+
+def _prepare_folder(plan: IslandPlan) -> None:
+    try:
+        for stale in (PROGRESS_FILE, STOP_FILE):  # of an earlier start
+            (plan.folder / stale).unlink(missing_ok=True)
+        for path, text in plan.files.items():
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{plan.folder}: {error.strerror}; give another --output") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_diloco.apps.common.environment import STOPPED
-from hf_diloco.apps.common.island_log import note_start, open_log
+from hf_diloco.apps.common.island_log import open_log
 from hf_diloco.apps.common.simulation import train_together
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.errors import ConfigError, DiLoCoError
@@ -61,11 +61,10 @@ def test_a_run_folder_serves_one_simulation_or_launch_at_a_time(tmp_path: Path) 
         simulated = processes.spawn([sys.executable, "-m", "tests.programs.deaf_simulation", tmp_path])
         simulated.wait_for("training", LONG)
         with pytest.raises(DiLoCoError, match=f"island 1 .* is running already .*held by process {simulated.pid}"):
-            open_log(folder, "island 1")
+            open_log(folder, "island 1", "in vain")
         second = processes.spawn([sys.executable, "-m", "tests.programs.deaf_simulation", tmp_path])
         assert "island 0 of this run is running already" in second.wait(LONG, expect=1).output
-    with open_log(folder, "island 1") as log:
-        note_start(log, "and runs again")
+    open_log(folder, "island 1", "and runs again").close()
 
 
 def test_a_simulation_on_a_full_disk_is_refused(tmp_path: Path) -> None:

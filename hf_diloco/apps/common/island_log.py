@@ -11,45 +11,48 @@ from typing import TextIO
 
 import psutil
 
-from hf_diloco.errors import DiLoCoError
+from hf_diloco.errors import ConfigError, DiLoCoError
 
 LOG_FILE = "log.txt"
 
 
-def open_log(folder: Path, name: str) -> TextIO:
-    """Opens an island's log, and locks it until this process and all children that inherit it have closed it.
+def open_log(folder: Path, name: str, start: str) -> TextIO:
+    """Opens an island's log, locks it until this process and all children that inherit it have closed it, and notes
+    the start with the time.
 
     Args:
         folder: of the island; created if it does not exist.
         name: what the island is called, for the error.
+        start: what is started.
 
     Raises:
-        OSError: the folder cannot be written to.
+        ConfigError: the folder cannot be written to.
         DiLoCoError: the island is running already, perhaps as an orphan of a launcher that was killed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOG_FILE
-    with ExitStack() as stack:
-        log = stack.enter_context(path.open("a", encoding="utf-8", errors="backslashreplace"))
-        try:
-            fcntl.flock(log.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DiLoCoError(
-                f"{name} of this run is running already ({path} is held by {_describe_holders(path)}): wait for its "
-                "end, end it, or choose another --name"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        stack.pop_all()
-    return log
+    path, line = folder / LOG_FILE, f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {start}\n"
+    try:
+        with ExitStack() as stack:
+            folder.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(path.open("a", encoding="utf-8", errors="backslashreplace"))
+            _lock(log, name)
+            # Past the log's buffer: if the disk is full, closing the log would raise the error again.
+            os.write(log.fileno(), line.encode(errors="backslashreplace"))
+            stack.pop_all()
+        return log
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; give another --output") from None
 
 
-def note_start(log: TextIO, what: str) -> None:
-    """Writes a line with the time into a log; raises `OSError` if the disk is full.
-
-    Past the buffer of `log`, which would raise the error again when it is closed.
-    """
-    os.write(log.fileno(), f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {what}\n".encode(errors="backslashreplace"))
+def _lock(log: TextIO, name: str) -> None:
+    try:
+        fcntl.flock(log.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DiLoCoError(
+            f"{name} of this run is running already ({log.name} is held by {_describe_holders(Path(log.name))}): wait "
+            "for its end, end it, or choose another --name"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def _describe_holders(path: Path) -> str:

@@ -12,9 +12,8 @@ from types import FrameType
 
 from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import STOPPED
-from hf_diloco.apps.common.island_log import note_start, open_log
+from hf_diloco.apps.common.island_log import open_log
 from hf_diloco.apps.common.process import check_folder
-from hf_diloco.errors import ConfigError
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 
@@ -97,11 +96,8 @@ def _locked(runs: Sequence[BaseRun]) -> Iterator[None]:
     with ExitStack() as stack:
         for run in runs:
             check_folder(run)
-            try:
-                log = stack.enter_context(open_log(run.island_folder(), f"{run.unit} {run.meeting.island}"))
-                note_start(log, f"simulated by process {os.getpid()}, which shows its output")
-            except OSError as error:
-                raise ConfigError(f"{run.island_folder()}: {error.strerror}; give another --output") from None
+            start = f"simulated by process {os.getpid()}, which shows its output"
+            stack.enter_context(open_log(run.island_folder(), f"{run.unit} {run.meeting.island}", start))
         yield
 
 
