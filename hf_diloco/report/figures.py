@@ -89,12 +89,10 @@ class Plot:
 def plots(run: Run, report: Report) -> list[Plot]:
     """Returns all figures in the page's order, for a run with rounds or with gossip nodes."""
     if report.method is not None:
-        return [
-            loss_plot(run, report),
-            accuracy_plot(run, report),
-            consensus_plot(run),
-            node_traffic_plot(run, report),
-        ]
+        accuracies = evaluation_points(run, "eval_accuracy")
+        whose, nothing = f"{report.evaluated.capitalize()}.", "No accuracy was recorded."
+        accuracy = _line("Accuracy", accuracies, "accuracy", whose, nothing)
+        return [loss_plot(run, report), accuracy, _consensus_plot(run), node_traffic_plot(run, report)]
     return [loss_plot(run, report), traffic_plot(report), time_plot(report), agreement_plot(report)]
 
 
@@ -227,14 +225,7 @@ def agreement_plot(report: Report) -> Plot:
     return Plot(title, caption, draw("agreement", paint), legend)
 
 
-def accuracy_plot(run: Run, report: Report) -> Plot:
-    """Plots the accuracy of the mean of all nodes, or the mean of the nodes' own accuracies."""
-    points = evaluation_points(run, "eval_accuracy")
-    return _line("Accuracy", points, "accuracy", f"{report.evaluated.capitalize()}.", "No accuracy was recorded.")
-
-
-def consensus_plot(run: Run) -> Plot:
-    """Plots the nodes' distance from their mean."""
+def _consensus_plot(run: Run) -> Plot:
     points = [(step, value) for step, value in evaluation_points(run, "consensus_distance") if value > 0]
     caption = "The nodes' distance from their mean, relative to its length. Logarithmic scale."
     nothing = "The nodes' distance from their mean was not recorded."

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from hf_diloco.report.read import IslandRun, Section
-from hf_diloco.report.records import End, Eval, Mix, Start, Sync, Train
+from hf_diloco.report.records import Eval, Mix, Start, Sync, Train
 
 BYTES_PER_GRADIENT = 4  # fp32
 NO_START = Start(event="start", step=0)  # stands for a missing start: everything is unknown
@@ -132,23 +132,22 @@ class IslandReport(Figures):
 
 def summarise_island(island: IslandRun) -> IslandReport:
     """Computes the figures of one island over all its sections."""
-    start, syncs = island.start or NO_START, exchanges(island)
-    end = island.sections[-1].of(End)[-1:] if island.sections else []
-    steps = island.last_step
+    start, steps = island.start or NO_START, island.last_step
+    end = island.sections[-1].end if island.sections else None
     first = island.sections[0].start if island.sections else None  # may be a resume whose earlier record is missing
     num_steps = None if first is None or steps is None else sum(_steps_of_sections(island))
     outer, inner = _last_evaluations(island)
-    nothing = 0 if island.sections else None  # no round was recorded, so no byte was exchanged
-    bytes_sent = total(sync.bytes_sent for sync in syncs) if syncs else nothing
+    syncs = exchanges(island)
+    bytes_sent = total([0, *(sync.bytes_sent for sync in syncs)]) if island.sections else None
     everything = exchanged(island, "bytes_sent")
     train_losses = [record.loss for record in island.of(Train) if record.loss is not None]
     sample = island.summary.get("sample")
     return IslandReport(
         island=island.island,
         **start.model_dump(include=_OF_START),
-        **(end[0].model_dump(include=_OF_END) if end else {}),
+        **(end.model_dump(include=_OF_END) if end else {}),
         **(outer.model_dump(include=_OF_EVALUATION) if outer else {}),
-        ended=bool(end),
+        ended=end is not None,
         steps=steps,
         num_rounds=len(island.of(Sync)),
         train_loss=train_losses[-1] if train_losses else None,
@@ -160,7 +159,7 @@ def summarise_island(island: IslandRun) -> IslandReport:
         num_images=_seen(island, "images_per_step"),
         images_per_second=_per_second([one for one in island.sections if one.start], "images_per_step"),
         bytes_sent=bytes_sent,
-        bytes_received=total(sync.bytes_received for sync in syncs) if syncs else nothing,
+        bytes_received=total([0, *(sync.bytes_received for sync in syncs)]) if island.sections else None,
         bytes_repeated=None if everything is None or bytes_sent is None else everything - bytes_sent,
         bytes_per_step_sync=_bytes_per_step_sync(start, num_steps),
         seconds=TimeSplit.combined(_section_seconds(section) for section in island.sections),
@@ -218,12 +217,7 @@ def _seen(island: IslandRun, per_step: str) -> int | None:
 def seen_until(island: IslandRun, per_step: str, step: float = math.inf) -> float | None:
     """Returns the tokens or images of an island's recorded steps up to `step`.
 
-    Each section counts with its own batch size, as the number of ranks may have changed.
-
-    Args:
-        island: the island's record.
-        per_step: the field of `Start` with the number per step.
-        step: the last step to count.
+    `per_step` is the field of `Start` with the number per step: the number of ranks may change between sections.
     """
     numbers: list[float | None] = [getattr(section.start, per_step, None) for section in island.sections]
     steps = _steps_of_sections(island, step)
@@ -240,17 +234,13 @@ def _steps_of_sections(island: IslandRun, step: float = math.inf) -> list[int]:
     step = min(step, island.last_step or 0)
     for section in reversed(island.sections):
         begun = section.start.step if section.start else 0
-        last = max(record.step for record in section.records)
-        steps.insert(0, max(0, int(min(step, last)) - begun))
+        steps.insert(0, max(0, int(min(step, section.last_step)) - begun))
         step = min(step, begun)
     return steps
 
 
 def _per_second(sections: Sequence[Section], per_step: str) -> float | None:
-    """Returns tokens or images per second, including repeated steps, and the time of evaluation and saving.
-
-    `per_step` is the field of `Start` with the number per step.
-    """
+    """Returns tokens or images per second, including repeated steps, and the time of evaluation and saving."""
     seen = total(_section_seen(section, per_step) for section in sections)
     seconds = total(_section_elapsed(section) for section in sections)
     return None if seen is None or not seconds else seen / seconds
@@ -261,21 +251,20 @@ def _section_seen(section: Section, per_step: str) -> float | None:
     number: float | None = getattr(start, per_step, None)
     if start is None or number is None:
         return None
-    return (max(record.step for record in section.records) - start.step) * number
+    return (section.last_step - start.step) * number
 
 
 def _section_elapsed(section: Section) -> float | None:
     """Returns the seconds of training: as the island measured, or if killed, from its first to its last line."""
-    end = section.of(End)
-    if end and end[-1].seconds_total is not None:
-        return end[-1].seconds_total
+    if section.end and section.end.seconds_total is not None:
+        return section.end.seconds_total
     times = [record.time for record in section.records if record.time is not None]
     return max(times) - min(times) if times else None
 
 
 def _section_seconds(section: Section) -> TimeSplit | None:
     """Returns the time of the rounds, and the rest as computing; for a killed section, up to its last round."""
-    syncs, end = section.of(Sync), section.of(End)
+    syncs, end = section.of(Sync), section.end
     if section.start is not None and section.start.method is not None:
         return _mixing_seconds(section)
     if not syncs and not end:
@@ -284,7 +273,7 @@ def _section_seconds(section: Section) -> TimeSplit | None:
     exchanging = _spent(sync.stalled_exchanging for sync in syncs)
     applying = _spent(sync.seconds_applying for sync in syncs)
     computing = _spent(sync.seconds_computing for sync in syncs)
-    whole = end[-1].seconds_total if end else None
+    whole = end.seconds_total if end else None
     if whole is not None and waiting is not None and exchanging is not None:
         computing = max(0.0, whole - waiting - exchanging - (applying or 0.0))
     return TimeSplit(computing=computing, waiting=waiting, exchanging=exchanging, applying=applying)
@@ -299,5 +288,4 @@ def _mixing_seconds(section: Section) -> TimeSplit | None:
 
 
 def _spent(seconds: Iterable[float | None]) -> float | None:
-    """Returns the sum: 0 without rounds, None if one is unknown."""
     return total([0.0, *seconds])

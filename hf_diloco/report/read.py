@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.report.records import AnyRecord, Eval, Mix, Neighbour, Record, Refused, Start, Sync, parse_line
+from hf_diloco.report.records import AnyRecord, End, Eval, Mix, Neighbour, Record, Refused, Start, Sync, parse_line
 from hf_diloco.utils.files import METRICS_FILE, PROGRESS_FILE, SUMMARY_FILE, read_json
 from hf_diloco.utils.redact import redact
 
@@ -33,13 +33,21 @@ class Section:
     def start(self) -> Start | None:
         return next(iter(self.of(Start)), None)
 
+    @property
+    def end(self) -> End | None:
+        return next(reversed(self.of(End)), None)
+
+    @property
+    def last_step(self) -> int:
+        return max(record.step for record in self.records)
+
 
 @dataclass(frozen=True)
 class IslandRun:
     """The records of one island.
 
     Attributes:
-        record: the path of its record; a script may write it to a folder of its own.
+        record: path of its record; a script may write it to a folder of its own.
         sections: all stretches of training, including parts that a resume discarded.
         num_bad_lines: unreadable lines, not counting a section's partial last line (which a killed process leaves).
         progress: the last `progress.json`; empty if there is none.
@@ -60,12 +68,28 @@ class IslandRun:
 
     @property
     def last_step(self) -> int | None:
-        """The last recorded step."""
         return self._standing[-1].step if self._standing else None
 
     @cached_property
     def _standing(self) -> list[AnyRecord]:
-        return _standing(self.sections)
+        """The records that count, sorted by step.
+
+        A section that resumes at step s replaces earlier records after s, and rounds after the round it starts from:
+        an island may join a run that others have restarted from an earlier round. Of several records with the same
+        event and step, the last section's wins. Within a section they are merged, as a Trainer may log twice in a
+        step. Several rounds may end at one step if they run in the background.
+        """
+        kept: dict[tuple[str, int], AnyRecord] = {}
+        for section in self.sections:
+            start = section.start
+            if start is not None:
+                kept = {key: record for key, record in kept.items() if _stands(record, start)}
+            latest: dict[tuple[str, int], AnyRecord] = {}
+            for record in section.records:
+                key = _key(record)
+                latest[key] = _complete(latest.pop(key), record) if key in latest else record
+            kept.update(latest)
+        return sorted(kept.values(), key=lambda record: record.step)
 
     @property
     def start(self) -> Start | None:
@@ -107,8 +131,7 @@ class Run:
 def load_run(path: str | Path) -> Run:
     """Reads a run folder (`runs/NAME`), or the folder of a single island that holds `metrics.jsonl`.
 
-    Raises:
-        ConfigError: the folder is neither; the message says which folder to give.
+    Raises `ConfigError` if the folder is neither; the message says which folder to give.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -170,7 +193,6 @@ def load_island(folder: Path, number: int | None) -> IslandRun:
 
 
 def _was_launched_in(folder: Path, records: Iterable[AnyRecord]) -> bool:
-    """Whether the records' starts name `folder` as the launcher's folder."""
     folders = {record.launched_in for record in records if isinstance(record, Start)}
     return any(Path(name).resolve() == folder.resolve() for name in folders if name)
 
@@ -203,7 +225,6 @@ def _read_records(path: Path) -> tuple[list[AnyRecord], int]:
 
 
 def _split(records: Iterable[AnyRecord]) -> Iterator[list[AnyRecord]]:
-    """Splits the records before every start."""
     section: list[AnyRecord] = []
     for record in records:
         if isinstance(record, Start) and section:
@@ -214,40 +235,18 @@ def _split(records: Iterable[AnyRecord]) -> Iterator[list[AnyRecord]]:
         yield section
 
 
-def _standing(sections: Iterable[Section]) -> list[AnyRecord]:
-    """Returns the records that count, sorted by step.
-
-    A section that resumes at step s replaces earlier records after s, and rounds after the round it starts from: an
-    island may join a run that others have restarted from an earlier round. Of several records with the same event and
-    step, the last section's wins. Within a section they are merged, as a Trainer may log twice in a step. Several
-    rounds may end at one step if they run in the background.
-    """
-    kept: dict[tuple[str, int], AnyRecord] = {}
-    for section in sections:
-        start = section.start
-        if start is not None:
-            kept = {key: record for key, record in kept.items() if _stands(record, start)}
-        latest: dict[tuple[str, int], AnyRecord] = {}
-        for record in section.records:
-            key = _key(record)
-            latest[key] = _complete(latest.pop(key), record) if key in latest else record
-        kept.update(latest)
-    return sorted(kept.values(), key=lambda record: record.step)
-
-
 def _stands(record: AnyRecord, start: Start) -> bool:
-    """Whether a record still counts after a later start."""
     is_undone = isinstance(record, Sync) and start.round is not None and record.round > start.round
     return record.step <= start.step and not is_undone
 
 
 def _key(record: AnyRecord) -> tuple[str, int]:
-    """Returns the key by which later records replace earlier ones. A step may have evaluations of several weights."""
+    """Returns the key by which later records replace earlier ones."""
     if isinstance(record, Sync):
         return record.event, record.round
     if isinstance(record, Neighbour | Refused):  # each is about other islands
         return str(record), record.step
-    if isinstance(record, Eval):
+    if isinstance(record, Eval):  # a step may have evaluations of several weights
         return f"{record.event} {record.weights} {record.name}", record.step
     return record.event, record.step
 

@@ -120,6 +120,7 @@ def summarise(run: Run, is_live: bool = False) -> Report:
     sums: dict[str, Any] = {name: total(getattr(island, name) for island in islands) for name in _SUMS}
     per_step, sent = sums["bytes_per_step_sync"], sums["bytes_sent"]
     boundaries = {island.on_boundary for island in islands}
+    mismatched = tuple(r.round for r in rounds if r.hashes_equal is False)
     return Report(
         name=run.name,
         num_islands=num_islands,
@@ -137,11 +138,11 @@ def summarise(run: Run, is_live: bool = False) -> Report:
         final_weights="inner" if False in boundaries else "outer" if boundaries == {True} else None,
         traffic_ratio=per_step / sent if per_step and sent else None,
         seconds=TimeSplit.combined(i.seconds for i in islands),
-        mismatched_rounds=tuple(r.round for r in rounds if r.hashes_equal is False),
+        mismatched_rounds=mismatched,
         num_rounds_compared=sum(r.hashes_equal is not None for r in rounds),
         model=str(run.model) if run.model else None,
         sample=next((i.sample for i in islands if i.sample is not None), None),
-        warnings=tuple(find_warnings(run, islands, missing, rounds, is_live)),
+        warnings=tuple(find_warnings(run, islands, missing, mismatched, is_live)),
         islands=islands,
         rounds=rounds,
     )
@@ -199,40 +200,36 @@ def _named_losses(run: Run) -> dict[str, float]:
 def _mean(values: Iterable[float | None]) -> float | None:
     """Returns the mean; None if a value is unknown or there are none."""
     values = list(values)
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known and len(known) == len(values) else None
+    whole = total(values)
+    return None if whole is None else whole / len(values)
 
 
 def find_warnings(
     run: Run,
     islands: Sequence[IslandReport],
     missing: Sequence[int],
-    rounds: Sequence[RoundReport],
+    mismatched: Sequence[int],
     is_live: bool,
 ) -> Iterator[str]:
     """Yields one sentence per finding, the most severe first."""
-    yield from _unequal_hashes(rounds)
+    if mismatched:
+        yield (
+            f"the islands' outer parameters DIFFER after {name_all(mismatched, 'round')}: they no longer train one "
+            "model; resume from a checkpoint before that round"
+        )
     for record, island in zip(run.islands, islands, strict=True):
         yield from _not_outer(record, island)
     yield from _missing(missing, islands)
     for record, island in zip(run.islands, islands, strict=True):
         yield from _incomplete(record, island, is_live and _goes_on(record))
-    yield from _neighbours(run)
+    for record in run.islands:
+        yield from (f"node {record.island}, step {event.step}: {event.news}" for event in record.of(Neighbour))
     yield from _refused(run)
     if any(island.comes_and_goes for island in islands):
         yield from _absences(run)
     else:
         yield from _missing_rounds(run)
         yield from _left_out(run)
-
-
-def _unequal_hashes(rounds: Sequence[RoundReport]) -> Iterator[str]:
-    wrong = [r.round for r in rounds if r.hashes_equal is False]
-    if wrong:
-        yield (
-            f"the islands' outer parameters DIFFER after {name_all(wrong, 'round')}: they no longer train one model; "
-            "resume from a checkpoint before that round"
-        )
 
 
 def _not_outer(record: IslandRun, island: IslandReport) -> Iterator[str]:
@@ -284,15 +281,8 @@ def _incomplete(record: IslandRun, island: IslandReport, may_be_unfinished: bool
         yield f"{name}'s record has {counted(record.num_bad_lines, 'unreadable line')}, left out"
 
 
-def _neighbours(run: Run) -> Iterator[str]:
-    """Yields nodes that were lost or rejoined, as recorded by their neighbours."""
-    for island in run.islands:
-        for event in island.of(Neighbour):
-            yield f"node {island.island}, step {event.step}: {event.news}"
-
-
 def _refused(run: Run) -> Iterator[str]:
-    """Yields refused contributions: one sentence for each pair of islands, with the last reason."""
+    """Yields one sentence for each pair of islands, with the last reason."""
     for island in run.islands:
         events = island.of(Refused)
         for name in sorted({name for event in events for name in event.islands}):
@@ -310,7 +300,6 @@ def _stopped_early(island: IslandReport) -> bool:
 
 
 def _goes_on(record: IslandRun) -> bool:
-    """Whether the island last reported that it trains or is starting."""
     return record.progress.get("state", AT_THE_END[0]) not in AT_THE_END
 
 
