@@ -31,10 +31,7 @@ from hf_diloco.errors import ConfigError
 
 
 def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) -> str:
-    """Returns an Accelerate configuration file for an island of `num_processes` on all its machines together.
-
-    The command line of each machine sets the machine's rank and the main address.
-    """
+    """Returns an Accelerate configuration file for an island of `num_processes` on all its machines together."""
     several = {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}} if deepspeed else {}
     return yaml.safe_dump(
         {
@@ -42,7 +39,7 @@ def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) ->
             "distributed_type": "DEEPSPEED" if deepspeed else "MULTI_GPU" if num_processes > 1 else "NO",
             "num_processes": num_processes,
             "num_machines": num_machines,
-            "machine_rank": 0,
+            "machine_rank": 0,  # the command line of each machine sets it, and the main address
             "use_cpu": False,
             **({**several, "rdzv_backend": "static", "same_network": True} if num_machines > 1 else {}),
         },
@@ -53,8 +50,7 @@ def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) ->
 def read_configuration(path: Path, deepspeed: bool, fsdp: bool) -> dict[str, Any]:
     """Reads a user's own Accelerate configuration file.
 
-    Raises:
-        ConfigError: the file is missing, not a mapping, or cannot start one island on this machine.
+    Raises `ConfigError` if it is missing, not a mapping, or cannot start one island on this machine.
     """
     try:
         values, _ = read_yaml(path)
@@ -97,8 +93,8 @@ def command(
 
     Args:
         config_file: Accelerate's configuration.
-        port: port on this machine at which the island's own processes meet.
-        module, script_args: the module that the processes run, and its arguments: run file and overrides.
+        port: where the island's own processes meet on this machine.
+        module, script_args: what the processes run.
         num_processes: overrides the configuration's.
     """
     processes = [] if num_processes is None else ["--num_processes", str(num_processes)]

@@ -39,12 +39,9 @@ def inspect(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    shown = ((name.replace("_", " "), _text(value)) for name, value in facts.items() if value not in ("", None))
-    output().print(fact_table(shown))
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    known = {name.replace("_", " "): value for name, value in facts.items() if value not in ("", None)}
+    texts = ((name, f"{value:,}" if isinstance(value, int) else str(value)) for name, value in known.items())
+    output().print(fact_table(texts))
 
 
 @checkpoint_app.command()

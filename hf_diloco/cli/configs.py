@@ -54,9 +54,8 @@ def copy(
     files = sorted({file for name in names for file in _with_named(_file_of(name))} if names else shipped_files())
     folder = shipped_folder()
     for file in files:
-        if (to / file).exists() and not (
-            (to / file).is_file() and filecmp.cmp(folder / file, to / file, shallow=False)
-        ):
+        is_same = (to / file).is_file() and filecmp.cmp(folder / file, to / file, shallow=False)
+        if (to / file).exists() and not is_same:
             raise ConfigError(
                 f"{to / file} is there already, with other contents: choose another folder (--to FOLDER)"
             )

@@ -18,9 +18,7 @@ from hf_diloco.utils.text import counted
 from hf_diloco.utils.urls import split_tcp_url
 
 ANSWER_SECONDS = 60.0  # timeout of nvidia-smi, which hangs if the driver does
-CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""A container's limits, as seen from inside."""
-
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # a container's limits, as seen from inside
 _PORTS = range(20_000, 32_000)
 
 
@@ -59,10 +57,7 @@ def share_devices(devices: Sequence[str], num_islands: int, num_processes: int) 
     """Assigns `num_processes` devices to every island, in order: separate ones if there are enough.
 
     Otherwise islands share devices, which works because no NCCL communicator spans islands; ranks of one island never
-    share. On a machine without devices each island gets none.
-
-    Raises:
-        ConfigError: there are too few devices for one island.
+    share. On a machine without devices each island gets none. Raises `ConfigError` if one island has too few.
     """
     if not devices:
         return [[] for _ in range(num_islands)]
@@ -105,16 +100,11 @@ def fitting_threads(num_processes: int) -> str:
 
 
 def describe_crowding(
-    unit: str, num_islands: int, num_processes: int, threads: int, shares: Sequence[Sequence[str]] = ()
+    unit: str, num_islands: int, num_processes: int, threads: int, shares: Sequence[Sequence[str]]
 ) -> str:
     """Returns a warning if local islands or nodes share devices, or have more threads than there are cores; else "".
 
-    Args:
-        unit: what to call them.
-        num_islands: number of islands or nodes here.
-        num_processes: processes of each.
-        threads: threads of each process.
-        shares: the devices of each island.
+    Each has `num_processes` with `threads` each; `shares` has the devices of each.
     """
     lines = []
     if num_sharing(shares) > 1:

@@ -62,6 +62,8 @@ def make_display(console: Console, islands: Sequence[int], unit: str = "island")
 class LineDisplay:
     """Shows a launch as plain lines. A context manager, which restores the terminal at its end."""
 
+    _soft_wrap = True
+
     def __init__(self, console: Console, every: float = LINE_EVERY, unit: str = "island") -> None:
         self._console = console
         self._unit = unit
@@ -93,7 +95,8 @@ class LineDisplay:
         """Shows what the launcher waits for, replacing the previous status. Without a terminal, does nothing."""
 
     def _print(self, speaker: tuple[str, str], text: str) -> None:
-        self._console.print(Text.assemble(speaker, (" │ ", "dim"), text), soft_wrap=True, highlight=False)
+        line = Text.assemble(speaker, (" │ ", "dim"), text)
+        self._console.print(line, soft_wrap=self._soft_wrap, highlight=False)
 
     def __enter__(self) -> Self:
         return self
@@ -104,6 +107,8 @@ class LineDisplay:
 
 class BarDisplay(LineDisplay):
     """Progress bars below the lines."""
+
+    _soft_wrap = False
 
     def __init__(self, console: Console, islands: Sequence[int], unit: str = "island") -> None:
         super().__init__(console, unit=unit)
@@ -129,9 +134,6 @@ class BarDisplay(LineDisplay):
         self._live = Live(console=console, refresh_per_second=4)
         self.status("")
 
-    def _print(self, speaker: tuple[str, str], text: str) -> None:
-        self._console.print(Text.assemble(speaker, (" │ ", "dim"), text), highlight=False)
-
     def update(self, island: int, progress: IslandProgress) -> None:
         task = self._tasks[island]
         if progress.training_has_begun and island not in self._begun:
@@ -141,9 +143,9 @@ class BarDisplay(LineDisplay):
             self._bars.update(task, total=progress.max_steps or None, completed=progress.step)
         state = progress.state if progress.training_has_begun else progress.message or progress.state
         self._unit = progress.noun or self._unit
-        name = f"{self._unit} {island}"
         shown = replace(progress, round=0, tokens_per_second=None) if self._is_narrow else progress
-        self._bars.update(task, description=name, figures="  ".join(_figures(shown)), state=state)
+        figures = "  ".join(_figures(shown))
+        self._bars.update(task, description=f"{self._unit} {island}", figures=figures, state=state)
 
     def ended(self, island: int, how: str) -> None:
         super().ended(island, how)

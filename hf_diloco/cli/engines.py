@@ -43,16 +43,17 @@ _PASSED_ON = (
 class Deployment:
     """The input of the templates: a run, and the resources of each of its islands.
 
+    All paths are absolute.
+
     Attributes:
         run: the run file with all overrides.
-        run_file: its absolute path.
         overrides: `key=value` items for the processes of an island.
         rendezvous: the object store in which the islands meet; None if the engine runs a server for them.
         num_gpus: GPUs of one island on each of its nodes; 0 trains on CPUs.
         num_nodes: nodes of one island.
         image: container image with hf-diloco; None if the engine needs none.
-        folder: absolute path of the folder of the engine's files.
-        working_folder: absolute path of the folder that the run's relative paths refer to.
+        folder: of the engine's files.
+        working_folder: what the run's relative paths refer to.
         programs: folder with the programs of this Python environment.
     """
 
@@ -75,7 +76,6 @@ class Deployment:
 
     @property
     def num_islands(self) -> int:
-        """Islands in the run."""
         return self.run.meeting.num_islands
 
     @property
@@ -90,7 +90,6 @@ class Deployment:
 
     @property
     def run_folder(self) -> Path:
-        """Absolute path of OUTPUT/NAME."""
         return self.working_folder / self.run.folder
 
     def launch_command(self, run_file: str | Path, *arguments: str) -> list[str]:
@@ -115,10 +114,8 @@ def plan_deployment(
 ) -> Deployment:
     """Reads the run file, and checks that the engine's islands can meet.
 
-    For the arguments see `Deployment`; if `num_gpus` is None, the run file decides.
-
-    Raises:
-        ConfigError: the islands cannot meet, or the run file or an option does not fit the engine.
+    For the arguments see `Deployment`; if `num_gpus` is None, the run file decides. Raises `ConfigError` if the
+    islands cannot meet, or the run file or an option does not fit the engine.
     """
     if kind_of(options.run_file).unit != "island":
         raise ConfigError(
@@ -156,11 +153,7 @@ def plan_deployment(
 
 
 def _check_store(rendezvous: str | None, engine: str) -> None:
-    """Checks that islands can meet that an engine starts, moves and restarts.
-
-    Raises:
-        ConfigError: the run has no rendezvous, or one at an address or in a folder that islands may not reach.
-    """
+    """Raises `ConfigError` without a rendezvous that islands reach wherever an engine starts or moves them."""
     has_folders = engine not in _WITHOUT_FOLDERS
     folder = "file:///DIR, " if has_folders else ""
     remedy = (
@@ -198,7 +191,7 @@ def portable_run_file(deployment: Deployment) -> str:
 
 
 def _files_named(run: BaseRun, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yields the local files that a run names, each with its setting; without those of patterns."""
+    """Yields the local files that a run names, except patterns, each with its setting."""
     named = [*run.files.paths, *run.files.hub_ids_or_paths, *run.files.globs]
     for path in (*named, *((run.meeting_name, name) for name in ("method", "payload"))):
         texts = get_at(values, path)
