@@ -87,8 +87,7 @@ class Launcher:
     def run(self) -> Result:
         """Starts the islands, and returns when all their processes have ended.
 
-        Raises:
-            DiLoCoError: an island's folder is in use by another launch.
+        Raises `DiLoCoError` if an island's folder is in use by another launch.
         """
         with ExitStack() as stack:
             stack.enter_context(self._signal_handlers())

@@ -32,8 +32,7 @@ from hf_diloco.utils.text import counted
 def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     """Runs `hf-diloco launch` and returns its exit code, see `hf_diloco.cli.launch`.
 
-    Raises:
-        DiLoCoError: the run file, the options or this machine do not fit; nothing has been started.
+    Raises `DiLoCoError` if the run file, the options or this machine do not fit; nothing has been started.
     """
     run = load_options(options)
     if dry_run:

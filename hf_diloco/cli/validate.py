@@ -37,8 +37,7 @@ _OTHER_MEMORY = 1e9
 def run_validate(options: LaunchOptions, as_json: bool) -> int:
     """Runs `hf-diloco validate`; returns its exit code: 1 if the run would fail here, else 0.
 
-    Raises:
-        ConfigError: the run file, the options, or files they name are unusable; the message has all problems.
+    Raises `ConfigError` if the run file, the options, or files they name are unusable; the message has all problems.
     """
     run = load_options(options)
     leave_other_launchers()

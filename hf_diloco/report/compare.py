@@ -110,8 +110,7 @@ class Candidate:
 def load_candidates(folders: Sequence[Path]) -> list[Candidate]:
     """Reads the runs; if names repeat, uses the folders as names.
 
-    Raises:
-        ConfigError: a folder is not a run folder or is given twice, or there are fewer than two.
+    Raises `ConfigError` if a folder is not a run folder or is given twice, or there are fewer than two.
     """
     if len(folders) < 2:
         raise ConfigError("compare needs two run folders or more, as in runs/first runs/second")

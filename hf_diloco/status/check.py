@@ -137,10 +137,8 @@ def check_store(store: ObjectStore, key: bytes, is_deep: bool = False, clock: Cl
 def set_aside(store: ObjectStore, report: CheckReport) -> CheckReport:
     """Moves the findings of `check_store` to `damaged/`, and removes empty folders; deletes nothing else.
 
-    Settled decisions, decisions of a round that may be in progress, and foreign objects stay where they are.
-
-    Raises:
-        StoreError: the store does not answer, or is read-only.
+    Settled decisions, decisions of a round that may be in progress, and foreign objects stay where they are. Raises
+    `StoreError` if the store does not answer, or is read-only.
     """
     taken = {entry.path for entry in store.entries(DAMAGED_FOLDER)}
     findings = [_move(store, finding, taken) for finding in report.findings]

@@ -84,8 +84,7 @@ def check_training(training: dict[str, Any]) -> None:
 def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArguments:
     """Creates the TrainingArguments of one island, with its task's settings. Starts its process group, if any.
 
-    Raises:
-        ConfigError: transformers or DeepSpeed refuse the settings; the message has the reason.
+    Raises `ConfigError` if transformers or DeepSpeed refuse the settings; the message has the reason.
     """
     from transformers import TrainingArguments
 

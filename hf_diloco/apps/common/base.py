@@ -115,8 +115,7 @@ class FsdpBlock(Block):
     def num_shards(self, num_ranks: int) -> int:
         """Returns the number of ranks over which each replica is sharded.
 
-        Raises:
-            ConfigError: the ranks cannot be divided into equal replicas of at least two ranks.
+        Raises `ConfigError` if the ranks cannot be divided into equal replicas of at least two ranks.
         """
         num_shards, rest = divmod(num_ranks, self.num_replicas)
         if self.num_replicas > 1 and (rest or num_shards < 2):
@@ -296,8 +295,7 @@ class BaseRun(Block):
     def checkpoint_given(self, island: int | None = None) -> Path | None:
         """Returns the checkpoint in `launch.resume` for one island (default: this one); None with auto or never.
 
-        Raises:
-            ConfigError: the folder is not a checkpoint.
+        Raises `ConfigError` if the folder is not a checkpoint.
         """
         resume = self.launch.resume
         if resume in ("auto", "never"):

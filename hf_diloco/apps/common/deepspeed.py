@@ -57,12 +57,9 @@ _AUTO_TO_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     """Returns the DeepSpeed configuration; for ZeRO-3, adds the settings for saving a whole model and for Muon.
 
-    Batch size, accumulation and clipping that are missing or null are taken from `training`.
-
-    Raises:
-        ConfigError: a block is not a mapping, or `zero_optimization` is missing; or the outer loop cannot read the
-            master weights; or `reduce_scatter` is on with Muon under ZeRO-3, which needs whole gradients; or the stage
-            is not a number from 0 to 3.
+    Batch size, accumulation and clipping that are missing or null are taken from `training`. Raises `ConfigError` if a
+    block is not a mapping, or `zero_optimization` is missing; or the outer loop cannot read the master weights; or
+    `reduce_scatter` is on with Muon under ZeRO-3, which needs whole gradients; or the stage is none of 0 to 3.
     """
     if run.deepspeed is None:
         return None
@@ -252,8 +249,7 @@ def _find_type(
 ) -> str:
     """Returns the type in a block; "" without the block.
 
-    Raises:
-        ConfigError: the type is missing, or neither DeepSpeed nor PyTorch has it.
+    Raises `ConfigError` if the type is missing, or neither DeepSpeed nor PyTorch has it.
     """
     if block not in config:
         return ""

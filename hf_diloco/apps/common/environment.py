@@ -20,8 +20,7 @@ _OF_LAUNCHERS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_
 def prepare_environment(wants_deepspeed: bool) -> None:
     """Makes a plain `python train_lm.py` a world of one rank, and unsets variables that would change how it trains.
 
-    Raises:
-        ConfigError: the environment has only some of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    Raises `ConfigError` if the environment has only some of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
     given = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)]
     if "RANK" not in given and "WORLD_SIZE" not in given:

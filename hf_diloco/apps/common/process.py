@@ -101,9 +101,8 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
 def check_folder(run: BaseRun, island: int | None = None) -> None:
     """Refuses to mix a new run into an old run's folder; `island` defaults to this one.
 
-    Raises:
-        ConfigError: the folder belongs to an earlier run, or is not writable; or `launch.resume` names no checkpoint;
-            or the checkpoint's position is one in other data.
+    Raises `ConfigError` if the folder belongs to an earlier run, or is not writable; or `launch.resume` names no
+    checkpoint; or the checkpoint's position is one in other data.
     """
     folder = run.island_folder(island)
     _check_writable(folder)

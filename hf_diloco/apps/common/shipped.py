@@ -34,10 +34,8 @@ def shipped_names() -> list[str]:
 def find_run_file(given: str | Path) -> Path:
     """Returns the run file that a user names: a path, or the name of one that comes with the package.
 
-    An existing file takes precedence over a name. Returns the path of any other missing file unchanged.
-
-    Raises:
-        ConfigError: `given` is a script, a program or a setting; or neither a file nor a known name.
+    An existing file takes precedence over a name. Returns the path of any other missing file unchanged. Raises
+    `ConfigError` if `given` is a script, a program or a setting; or neither a file nor a known name.
     """
     path, names = Path(given), shipped_names()
     if path.suffix == ".py":

@@ -179,8 +179,7 @@ def train_on(
 def loading(checkpoint: Path | None) -> Iterator[None]:
     """Wraps a Trainer's loading of the checkpoint and training, to explain a checkpoint of another model.
 
-    Raises:
-        CheckpointError: the checkpoint's weights do not fit the model.
+    Raises `CheckpointError` if the checkpoint's weights do not fit the model.
     """
     try:
         yield

@@ -40,8 +40,7 @@ _DOCTEST = re.compile(r"^\s*(>>>|\.\.\.)( |$)")
 def embedded_documents() -> list[str]:
     """Returns the documents, in an order that depends only on the version of Python.
 
-    Raises:
-        ConfigError: this Python comes without its sources.
+    Raises `ConfigError` if this Python comes without its sources.
     """
     kept = list(_documents(_standard_library(), _cache_folder()))
     if len(kept) < 500:

@@ -97,8 +97,7 @@ _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 def open_documents(data: DataBlock, files: Sequence[str] | None = None) -> Documents:
     """Opens the training text, before splitting and sharing; with source files and `files` given, only these files.
 
-    Raises:
-        ConfigError: the text cannot be opened; the message has the reason and the remedy.
+    Raises `ConfigError` if the text cannot be opened; the message has the reason and the remedy.
     """
     if data.source == "embedded":
         from datasets import Dataset
@@ -121,8 +120,7 @@ def open_evaluation(data: DataBlock) -> list[Documents]:
 def open_files(files: Sequence[str], text_column: str = "text", streaming: bool = False) -> Documents:
     """Opens files of one format (.parquet, or .csv, .json, .jsonl or .txt, also compressed) as one dataset.
 
-    Raises:
-        ConfigError: the format is unknown or mixed, a file is unreadable, or the column is missing.
+    Raises `ConfigError` if the format is unknown or mixed, a file is unreadable, or the column is missing.
     """
     formats = {_format(file) for file in files}
     if len(formats) != 1 or not formats <= _READERS.keys():

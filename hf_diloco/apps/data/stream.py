@@ -88,8 +88,7 @@ class PackedStream(TorchIterableDataset[Example]):
     def position(self, num_blocks: int) -> Position:
         """Returns the position of block `num_blocks`; drops all earlier positions.
 
-        Raises:
-            CheckpointError: the position was not reached yet, or is dropped.
+        Raises `CheckpointError` if the position was not reached yet, or is dropped.
         """
         while self._positions and self._positions[0].num_blocks < num_blocks:
             self._positions.popleft()

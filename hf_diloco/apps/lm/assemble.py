@@ -57,10 +57,8 @@ def assemble(
 ) -> Island:
     """Builds everything and connects to the other islands. Collective over the ranks of the island.
 
-    For the arguments see `train_island`.
-
-    Raises:
-        DiLoCoError: a setting does not work, or the other islands cannot be reached or train something else.
+    For the arguments see `train_island`. Raises `DiLoCoError` if a setting does not work, or the other islands cannot
+    be reached or train something else.
     """
     speaks = simulated is None or run.diloco.island == 0
     args = training_arguments(run, **({} if speaks else {"disable_tqdm": True}))

@@ -70,8 +70,8 @@ def build_model(
 ) -> PreTrainedModel:
     """Creates a model with fp32 weights: initialised from `seed`, or loaded from `model.path`.
 
-    Raises:
-        ConfigError: the model cannot be created or loaded, or does not fit the tokenizer or the sequence length.
+    Raises `ConfigError` if the model cannot be created or loaded, or does not fit the tokenizer or the sequence
+    length.
     """
     from transformers import set_seed
 

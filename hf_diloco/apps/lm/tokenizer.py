@@ -30,10 +30,8 @@ _END_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<|im_en
 def build_tokenizer(run: RunFile, island: IslandGroup) -> PreTrainedTokenizerBase:
     """Loads or trains the run's tokenizer, equal on all islands, with end-of-text and padding tokens.
 
-    The island's leader trains it for all ranks.
-
-    Raises:
-        ConfigError: the tokenizer cannot be loaded, or lacks an end-of-text token, or a mask token if needed.
+    The island's leader trains it for all ranks. Raises `ConfigError` if the tokenizer cannot be loaded, or lacks an
+    end-of-text token, or a mask token if needed.
     """
     if run.tokenizer.train is None and (path := run.tokenizer.path or run.model.path):
         tokenizer = load_tokenizer(path)
