@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hf_diloco.apps.common.shipped import shipped_files, shipped_folder, shipped_names
+from hf_diloco.apps.common.shipped import SHIPPED, shipped_files, shipped_names
 from hf_diloco.cli.arguments import examples, group
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import nearest
@@ -26,7 +26,7 @@ def ls() -> None:
     names = shipped_names()
     width = max(len(name) for name in names)
     for name in names:
-        typer.echo(f"{name:{width}}  {_headline((shipped_folder() / f'{name}.yaml').read_text())}")
+        typer.echo(f"{name:{width}}  {_headline((SHIPPED / f'{name}.yaml').read_text())}")
     others = [file for file in shipped_files() if file.removesuffix(".yaml") not in names]
     typer.echo(f"\nfor `deepspeed:` and `accelerate:` of run files: {', '.join(others)}")
 
@@ -38,7 +38,7 @@ def ls() -> None:
 )
 def show(name: Annotated[str, typer.Argument(metavar="NAME", help="as `hf-diloco configs ls` lists it")]) -> None:
     """Print one of the files."""
-    typer.echo((shipped_folder() / _file_of(name)).read_text(), nl=False)
+    typer.echo((SHIPPED / _file_of(name)).read_text(), nl=False)
 
 
 @configs_app.command("copy")
@@ -52,9 +52,8 @@ def copy(
 ) -> None:
     """Copy run files, with the files that they name, to change them. Nothing is overwritten."""
     files = sorted({file for name in names for file in _with_named(_file_of(name))} if names else shipped_files())
-    folder = shipped_folder()
     for file in files:
-        is_same = (to / file).is_file() and filecmp.cmp(folder / file, to / file, shallow=False)
+        is_same = (to / file).is_file() and filecmp.cmp(SHIPPED / file, to / file, shallow=False)
         if (to / file).exists() and not is_same:
             raise ConfigError(
                 f"{to / file} is there already, with other contents: choose another folder (--to FOLDER)"
@@ -62,7 +61,7 @@ def copy(
     for file in files:
         (to / file).parent.mkdir(parents=True, exist_ok=True)
         if not (to / file).exists():  # otherwise it is equal, perhaps the same file
-            shutil.copyfile(folder / file, to / file)
+            shutil.copyfile(SHIPPED / file, to / file)
         typer.echo(to / file)
 
 
@@ -91,6 +90,6 @@ def _with_named(file: str) -> list[str]:
 
     if file.removesuffix(".yaml") not in shipped_names():
         return [file]
-    path = shipped_folder().resolve() / file
+    path = SHIPPED / file
     named = files_named(read_yaml(path)[0], kind_of(path).files, path.parent)
-    return [file, *(other.relative_to(shipped_folder().resolve()).as_posix() for other in named)]
+    return [file, *(other.relative_to(SHIPPED).as_posix() for other in named)]

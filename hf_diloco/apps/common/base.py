@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from hf_diloco.apps.common.paths import NamedFiles, get_at, names_hub
+from hf_diloco.apps.common.paths import NamedFiles, get_at
 from hf_diloco.apps.common.yaml_file import KeyPath, parse_whole
 from hf_diloco.config.base import Count
 from hf_diloco.errors import ConfigError
@@ -258,8 +258,10 @@ class BaseRun(Block):
 
     @property
     def needs_hub(self) -> bool:
-        """Whether the run names anything on the Hugging Face Hub."""
-        return names_hub(self.model_dump(), self.files)
+        """Whether the run names anything on the Hub, that is, a model or data set that is not a local path."""
+        values = self.model_dump()
+        texts = [get_at(values, path) for path in self.files.hub_ids_or_paths]
+        return any(isinstance(text, str) and not os.path.exists(text) for text in texts)
 
     @property
     @abstractmethod

@@ -66,12 +66,6 @@ def files_named(values: dict[str, Any], named: NamedFiles, folder: Path) -> list
     return [path for path in candidates if path.is_file()]
 
 
-def names_hub(values: dict[str, Any], named: NamedFiles) -> bool:
-    """Whether a run file names anything on the Hub, that is, a model or data set that is not a local path."""
-    texts = [get_at(values, path) for path in named.hub_ids_or_paths]
-    return any(isinstance(text, str) and not os.path.exists(text) for text in texts)
-
-
 def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mapping[KeyPath, str]) -> list[str]:
     if "://" in pattern:
         return [pattern]

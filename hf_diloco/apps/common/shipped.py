@@ -8,21 +8,15 @@ from pathlib import Path
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import nearest
 
-_PACKAGE = Path(__file__).parents[2]
-
-
-def shipped_folder() -> Path:
-    """Returns the folder `configs`: inside the installed package, or next to it in a checkout."""
-    inside = _PACKAGE / "configs"
-    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+_INSIDE = Path(__file__).parents[2] / "configs"
+SHIPPED = _INSIDE if _INSIDE.is_dir() else _INSIDE.parents[1] / "configs"
+"""The folder `configs`: inside the installed package, or next to it in a checkout."""
 
 
 def shipped_files() -> list[str]:
     """Returns all files that come with the package, as paths relative to `configs`."""
-    folder = shipped_folder()
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".yaml", ".json")
-    )
+    found = (path for path in SHIPPED.rglob("*") if path.suffix in (".yaml", ".json"))
+    return sorted(path.relative_to(SHIPPED).as_posix() for path in found)
 
 
 def shipped_names() -> list[str]:
@@ -45,7 +39,7 @@ def find_run_file(given: str | Path) -> Path:
     if path.exists():
         return path
     if path.as_posix() in names:
-        return shipped_folder() / f"{path.as_posix()}.yaml"
+        return SHIPPED / f"{path.as_posix()}.yaml"
     if "=" in path.parts[0]:
         raise ConfigError(f"{given} is a setting, not a run file: the run file comes first, as `quickstart {given}`")
     meant = path.as_posix().removesuffix(".yaml").removeprefix("configs/")
