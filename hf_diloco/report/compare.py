@@ -22,12 +22,11 @@ from hf_diloco.report.figures import (
     cumulative,
     draw,
     evaluation_points,
-    means,
     need_plots,
     thinned,
 )
 from hf_diloco.report.html import fill, write_page
-from hf_diloco.report.island import exchanges, seen_until, total
+from hf_diloco.report.island import exchanges, means, seen_until, total
 from hf_diloco.report.read import IslandRun, Run, load_run
 from hf_diloco.report.records import Train
 from hf_diloco.report.summary import Report, summarise

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_diloco.report.island import total
+from hf_diloco.report.island import means, total
 from hf_diloco.report.read import Run
 from hf_diloco.report.records import Mix, Train
 from hf_diloco.report.summary import Report
@@ -283,15 +283,6 @@ def evaluation_points(run: Run, name: str = "eval_loss", wanted: bool = True) ->
     """
     records = [record for island in run.islands for record in island.evaluations(wanted)]
     return means((record.step, getattr(record, name)) for record in records)
-
-
-def means(values: Iterable[tuple[int, float | None]]) -> list[tuple[float, float]]:
-    """Returns the mean of the known values at each step."""
-    by_step: dict[int, list[float]] = {}
-    for step, value in values:
-        if value is not None:
-            by_step.setdefault(step, []).append(value)
-    return [(float(step), sum(known) / len(known)) for step, known in sorted(by_step.items())]
 
 
 def cumulative(increments: Iterable[tuple[int, int | None]]) -> list[tuple[float, float]] | None:

@@ -190,6 +190,15 @@ def total(values: Iterable[_Number | None]) -> _Number | None:
     return sum(known[1:], known[0]) if known and len(known) == len(values) else None
 
 
+def means(values: Iterable[tuple[int, float | None]]) -> list[tuple[float, float]]:
+    """Returns the mean of the known values at each step."""
+    by_step: dict[int, list[float]] = {}
+    for step, value in values:
+        if value is not None:
+            by_step.setdefault(step, []).append(value)
+    return [(float(step), sum(known) / len(known)) for step, known in sorted(by_step.items())]
+
+
 def _bytes_per_step_sync(start: Start, num_steps: int | None) -> int | None:
     if num_steps is None or start.num_parameters is None or not start.num_islands:
         return None

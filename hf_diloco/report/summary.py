@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from hf_diloco.report.island import NO_START, Figures, IslandReport, TimeSplit, summarise_island, total
+from hf_diloco.report.island import NO_START, Figures, IslandReport, TimeSplit, means, summarise_island, total
 from hf_diloco.report.progress import AT_THE_END
 from hf_diloco.report.read import IslandRun, Run
 from hf_diloco.report.records import Neighbour, Refused, Sync
@@ -189,12 +189,11 @@ def _round(number: int, by_island: dict[int, Sync]) -> RoundReport:
 
 
 def _named_losses(run: Run) -> dict[str, float]:
-    at_steps: dict[str, dict[int, list[float]]] = {}
+    losses: dict[str, list[tuple[int, float]]] = {}
     for record in (record for island in run.islands for record in island.evaluations()):
         if record.named_loss is not None:
-            at_steps.setdefault(record.name, {}).setdefault(record.step, []).append(record.named_loss)
-    last = {name: losses[max(losses)] for name, losses in at_steps.items()}
-    return {name: sum(losses) / len(losses) for name, losses in last.items()}
+            losses.setdefault(record.name, []).append((record.step, record.named_loss))
+    return {name: means(points)[-1][1] for name, points in losses.items()}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
