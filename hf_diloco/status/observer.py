@@ -58,7 +58,7 @@ class _Life:
     incarnation: int
     heartbeat: HeartbeatRecord | None
     since: float
-    has_changed: bool = False
+    has_changed: bool
 
 
 class Observer:
@@ -173,33 +173,27 @@ class Observer:
             incarnation = self._incarnation(of_island.get(number))
             entry = its_heartbeats.get(number)
             heartbeat = self._read(entry, HeartbeatRecord) if entry else None
-            if incarnation or heartbeat:
-                found.append(self._island(island, number, incarnation, heartbeat, newest_round))
+            if not incarnation and not heartbeat:
+                continue
+            life = self._life(island, number, heartbeat)
+            status = IslandStatus(
+                island=island,
+                incarnation=number,
+                **(incarnation.model_dump(include=_OF_INCARNATION) if incarnation else {}),
+                **(heartbeat.model_dump(include=_OF_HEARTBEAT) if heartbeat else {}),
+                presence=self._presence(life),
+                seconds_silent=round(self._clock.now() - life.since, 1),
+                lag=max(0, newest_round - heartbeat.round) if heartbeat else None,
+                refuses=heartbeat.refused if heartbeat else {},
+            )
+            found.append(status)
         return found
 
-    def _island(
-        self,
-        island: int,
-        number: int,
-        incarnation: IncarnationRecord | None,
-        heartbeat: HeartbeatRecord | None,
-        newest_round: int,
-    ) -> IslandStatus:
-        life = self._lives.get(island)
-        if life is None:
-            life = self._lives[island] = _Life(number, heartbeat, self._clock.now())
-        elif (life.incarnation, life.heartbeat) != (number, heartbeat):
-            life = self._lives[island] = _Life(number, heartbeat, self._clock.now(), has_changed=True)
-        return IslandStatus(
-            island=island,
-            incarnation=number,
-            **(incarnation.model_dump(include=_OF_INCARNATION) if incarnation else {}),
-            **(heartbeat.model_dump(include=_OF_HEARTBEAT) if heartbeat else {}),
-            presence=self._presence(life),
-            seconds_silent=round(self._clock.now() - life.since, 1),
-            lag=max(0, newest_round - heartbeat.round) if heartbeat else None,
-            refuses=heartbeat.refused if heartbeat else {},
-        )
+    def _life(self, island: int, number: int, heartbeat: HeartbeatRecord | None) -> _Life:
+        known = self._lives.get(island)
+        if known is None or (known.incarnation, known.heartbeat) != (number, heartbeat):
+            self._lives[island] = _Life(number, heartbeat, self._clock.now(), has_changed=known is not None)
+        return self._lives[island]
 
     def _presence(self, life: _Life) -> Presence:
         if life.heartbeat and life.heartbeat.phase in _ENDED:
