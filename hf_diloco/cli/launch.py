@@ -33,13 +33,13 @@ class Result:
     Attributes:
         islands: all islands of the launch.
         failed: numbers of the islands that failed by themselves, in order of failure.
-        forced: whether islands were ended without waiting for their checkpoints.
+        ended: numbers of the islands that the launcher ended without waiting for their checkpoints.
         signal: the first signal that the launcher received; None without one.
     """
 
     islands: Sequence[Island]
     failed: list[int] = field(default_factory=list)
-    forced: bool = False
+    ended: set[int] = field(default_factory=set)
     signal: int | None = None
 
     @property
@@ -49,9 +49,9 @@ class Result:
             return FINISHED
         if self.failed:
             return FAILED
-        if self.forced and self.signal is not None:
-            return 128 + self.signal
-        return FAILED if self.forced else STOPPED
+        if self.ended:
+            return FAILED if self.signal is None else 128 + self.signal
+        return STOPPED
 
     @staticmethod
     def outcome(island: Island) -> Outcome:
@@ -81,7 +81,6 @@ class Launcher:
         self._signals: deque[int] = deque()  # not yet handled
         self._stop_by: float | None = None  # deadline for checkpoints
         self._kill_by: float | None = None  # deadline after SIGTERM
-        self._ended: set[int] = set()  # islands ended by the launcher
         self._result = Result(self._islands)
 
     def run(self) -> Result:
@@ -144,7 +143,7 @@ class Launcher:
             how = where if at.state == STOPPED_EARLY else "with a checkpoint"
             self._display.ended(number, f"stopped, {how}{outcome.error and f' ({outcome.error})'}")
             self._stop_others(island)
-        elif number in self._ended:
+        elif number in self._result.ended:
             self._display.ended(number, "ended")
         else:
             self._result.failed.append(number)
@@ -230,8 +229,7 @@ class Launcher:
         self._kill_by = time.monotonic() + 2 * TERMINATE_GRACE
 
     def _terminate(self, island: Island) -> None:
-        self._ended.add(island.number)
-        self._result.forced = True
+        self._result.ended.add(island.number)
         island.terminate()
 
     def _kill(self) -> None:

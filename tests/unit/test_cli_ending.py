@@ -55,7 +55,7 @@ def ending(
 
 def test_what_was_killed_is_named_first_and_equal_reasons_once(run: BaseRun, options: LaunchOptions) -> None:
     lost = Outcome(1, "error: island 1 was lost")
-    code, out, err = ending(run, options, lost, Outcome(-9, "step 4"), lost, failed=[0, 2, 1], forced=True)
+    code, out, err = ending(run, options, lost, Outcome(-9, "step 4"), lost, failed=[0, 2, 1], ended={1})
     assert code == 1
     assert out == ""
     killed, why, *others = [line for line in err.splitlines() if "log: " not in line]
@@ -92,4 +92,4 @@ def test_what_failed_before_training_is_not_to_be_continued(run: BaseRun, option
 def test_the_exit_code_of_a_run_that_was_ended(
     run: BaseRun, options: LaunchOptions, number: int | None, code: int
 ) -> None:
-    assert ending(run, options, Outcome(-15), Outcome(3), Outcome(0), forced=True, signal=number)[0] == code
+    assert ending(run, options, Outcome(-15), Outcome(3), Outcome(0), ended={0}, signal=number)[0] == code
