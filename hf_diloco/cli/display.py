@@ -71,11 +71,9 @@ class LineDisplay:
         self._shown: dict[int, tuple[float, IslandProgress]] = {}
 
     def line(self, island: int, text: str) -> None:
-        """Shows a line that an island wrote."""
         self._print((f"{self._unit} {island}", _colour(island)), text)
 
     def note(self, text: str) -> None:
-        """Shows a message of the launcher itself."""
         self._print(("launcher", "bold"), text)
 
     def update(self, island: int, progress: IslandProgress) -> None:

@@ -55,7 +55,6 @@ class Result:
 
     @staticmethod
     def outcome(island: Island) -> Outcome:
-        """Returns how the island ended."""
         return island.outcome or Outcome(FAILED)
 
 

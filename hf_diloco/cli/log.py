@@ -88,7 +88,6 @@ class LogFollower:
         return [clean(line) for line in lines]
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -157,7 +156,6 @@ class Outcome:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether it stopped on request."""
         return self.code == STOPPED and not self.is_own_code
 
     @property

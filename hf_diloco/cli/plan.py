@@ -62,7 +62,6 @@ class LaunchOptions:
         return [*self.overrides, *shorthands(kind, {**vars(self), "island": None})]
 
     def resume_command(self, run: BaseRun) -> str:
-        """Returns the command line that continues the run."""
         options = {
             f"--{run.unit}": self.island,
             f"--num-{run.unit}s": self.num_islands,
@@ -94,7 +93,6 @@ class IslandPlan:
     unit: str = "island"
 
     def shell_line(self) -> str:
-        """Returns the command with its environment, as a line for a shell."""
         changes = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items() if value is not None]
         return " ".join([*changes, shlex.join(self.command)])
 
@@ -118,7 +116,6 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """What the islands are called."""
         return self.islands[0].unit
 
     def way_back(self, unit: str) -> str:

@@ -67,7 +67,6 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
 
 
 def _rendezvous_of(run: str) -> str:
-    """Returns the rendezvous of a run's islands."""
     if ":" in run.partition("/")[0]:
         return run
     found = load_run(run)

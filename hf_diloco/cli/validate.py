@@ -104,7 +104,6 @@ def _settings(run: BaseRun, plan: Plan) -> Iterable[Finding]:
 
 
 def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
-    """Checks the memory and disk that the model needs."""
     import torch
 
     from hf_diloco.planning.equations import Link
@@ -161,7 +160,6 @@ def _host_memory(needed: float) -> Finding:
 
 
 def _not_tried(run: BaseRun, plan: Plan) -> Iterable[Finding]:
-    """Lists what only a run can show."""
     parts = ["the training itself, and whether its activations fit"]
     if run.meeting.num_islands > len(plan.islands):
         parts.append(f"the other {text.plural(run.unit, 2)} (on each of them: hf-diloco validate)")

@@ -40,7 +40,6 @@ class _Figures:
         self._look = look
 
     def collect(self) -> Iterator[Metric]:
-        """Yields all metric families."""
         look = self._look
         yield self._family("problems", "What could not be read at the last look.", {(): len(look.problems)})
         if look.run and look.report:

@@ -62,7 +62,6 @@ class Dashboard:
         self._live: tuple[Look, str] | None = None
 
     def app(self) -> web.Application:
-        """Builds the web application."""
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/", self._page)
         app.router.add_get("/live", self._changes)
@@ -152,7 +151,6 @@ def _now_row(look: Look, number: int, now: Now) -> tuple[str, ...]:
 
 
 def _of_store(status: RunStatus) -> dict[str, Any]:
-    """Returns the template's variables for a store."""
     numbers = [island.island for island in status.islands]
     return {
         "subtitle": text.name_all(numbers, status.unit),

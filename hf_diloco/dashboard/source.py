@@ -105,7 +105,6 @@ class Source:
         self._last = replace(self._last, now=now)
 
     def read_store(self) -> None:
-        """Reads the store, if there is one."""
         if self._url is None:
             return
         if self._observer is None:

@@ -49,7 +49,6 @@ class Candidate:
 
     @property
     def unit(self) -> str:
-        """What the run trains on: tokens or images."""
         return "tokens" if self.report.method is None else "images"
 
     @cached_property
@@ -68,7 +67,6 @@ class Candidate:
 
     @property
     def num_seen(self) -> int | None:
-        """Tokens or images of all islands."""
         return self.report.num_tokens if self.unit == "tokens" else self.report.num_images
 
     @property
@@ -101,7 +99,6 @@ class Candidate:
 
     @cached_property
     def _sent(self) -> list[tuple[float, float]] | None:
-        """Cumulative bytes sent by step."""
         found = [(one.step, one.bytes_sent) for island in self.run.islands for one in exchanges(island)]
         return cumulative(sorted(found, key=lambda one: one[0]))
 

@@ -72,7 +72,6 @@ class LegendEntry:
 
     @property
     def colour(self) -> str:
-        """Its CSS colour."""
         return f"var(--{_PLACEHOLDERS[self.placeholder]})"
 
 

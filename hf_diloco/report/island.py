@@ -97,7 +97,6 @@ class Figures(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def shares(self) -> TimeSplit | None:
-        """See `TimeSplit.shares`."""
         return self.seconds.shares() if self.seconds else None
 
 
@@ -218,7 +217,6 @@ def _last_evaluations(island: IslandRun) -> tuple[Eval | None, Eval | None]:
 
 
 def _seen(island: IslandRun, per_step: str) -> int | None:
-    """Returns the tokens or images of all steps, without those that a resume discarded."""
     seen = seen_until(island, per_step)
     return None if seen is None else round(seen)
 

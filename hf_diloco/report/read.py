@@ -26,7 +26,6 @@ class Section:
     records: tuple[AnyRecord, ...]
 
     def of(self, kind: type[_R]) -> list[_R]:
-        """Returns the records of one kind, in the order written."""
         return [record for record in self.records if isinstance(record, kind)]
 
     @property

@@ -141,7 +141,6 @@ class Sync(Record):
 
     @property
     def stalled_waiting(self) -> float | None:
-        """Seconds of waiting for other islands during which training paused."""
         stalled, exchanging = self._stalled(), self.stalled_exchanging
         return None if stalled is None or exchanging is None else stalled - exchanging
 
@@ -162,7 +161,6 @@ class Mix(Record):
 
     @property
     def stalled_exchanging(self) -> float | None:
-        """Seconds of exchanging during which training paused."""
         seconds = self.seconds_exchanging
         return None if seconds is None else max(0.0, seconds - (self.seconds_hidden or 0.0))
 

@@ -125,7 +125,6 @@ def _throughput(report: Report) -> str:
 
 
 def _traffic(report: Report, repeated_in: str) -> str:
-    """Returns the traffic sent and received, and the traffic of rounds or steps that were repeated."""
     if report.bytes_sent is None:
         return text.MISSING
     again = f" (and {text.size(report.bytes_repeated)} in {repeated_in} done again)" if report.bytes_repeated else ""
@@ -157,7 +156,6 @@ def _time(report: Report) -> str:
 
 
 def _every(report: Report) -> str:
-    """Returns how often rounds take place, in inner steps."""
     if not report.sync_every:
         return ""
     steps = text.counted(report.sync_every, "step")

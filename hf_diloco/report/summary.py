@@ -90,7 +90,6 @@ class Report(Figures):
 
     @property
     def noun(self) -> str:
-        """What a participant is called: "island", or "node" with a gossip method."""
         return "island" if self.method is None else "node"
 
     @property
@@ -100,7 +99,6 @@ class Report(Figures):
 
     @property
     def size(self) -> int:
-        """Number of participants, as far as recorded."""
         return len(self.covers) if self.num_islands is None else self.num_islands
 
 

@@ -114,7 +114,6 @@ class CheckReport(BaseModel):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of findings of each kind."""
         return dict(Counter(finding.kind for finding in self.findings))
 
 

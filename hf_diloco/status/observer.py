@@ -302,7 +302,6 @@ class Observer:
         return None
 
     def _snapshot(self, folder: str, parts: Sequence[Entry]) -> Snapshot | None:
-        """Returns the snapshot in a folder, if it is complete."""
         paths = tuple(entry.path for entry in parts)
         if paths not in self._snapshots:
             try:
@@ -355,7 +354,6 @@ def _by_folder(entries: Sequence[Entry]) -> ByIsland:
 
 
 def _group_rounds(entries: Iterable[Entry]) -> dict[int, dict[int, dict[str, Entry]]]:
-    """Groups the records of all rounds, by round, attempt and path."""
     rounds: dict[int, dict[int, dict[str, Entry]]] = {}
     for entry in entries:
         if match := _PATH.fullmatch(entry.path):

@@ -282,7 +282,6 @@ class BaseRun(Block):
 
     @property
     def max_steps(self) -> int:
-        """Inner optimizer steps of the run."""
         return int(self.training["max_steps"])
 
     @property

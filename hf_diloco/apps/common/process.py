@@ -40,7 +40,6 @@ class _Output(io.FileIO):
     """Standard output that drops text instead of raising if the disk it is redirected to is full or fails."""
 
     def write(self, data: Any) -> int:
-        """Writes the data, or drops it if the disk is full or fails."""
         try:
             return super().write(data)
         except OSError as error:
@@ -136,9 +135,8 @@ def _check_writable(folder: Path) -> None:
 
 def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
     """Raises `ConfigError` if the checkpoints' position in the data is one in other data, or in another order."""
-    before, now = _orders(run, folder)
-    if before != now:
-        once, here = (", ".join(f"{name}={value!r}" for name, value in order.items()) for order in (before, now))
+    if changed := _changed_order(run, folder):
+        once, here = (", ".join(f"{name}={pair[k]!r}" for name, pair in changed.items()) for k in (0, 1))
         raise ConfigError(
             f"{holder} is of a run with {once}, here {here}: training would go on at its position in other data, see "
             "some examples twice and others never; set what it was, or begin a new run under another name. To train "
@@ -146,13 +144,13 @@ def _refuse_other_order(run: BaseRun, holder: Path, folder: Path) -> None:
         )
 
 
-def _orders(run: BaseRun, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _changed_order(run: BaseRun, folder: Path) -> dict[str, tuple[Any, Any]]:
     """Returns where `order_of_data` of the run in a folder and of this run differ. Ignores the folders of files."""
     saved = read_json(folder / "run.json")
     before = run.order_of_data(saved) if saved else {}
     now = run.order_of_data(redact(run.model_dump(mode="json")))
-    names = [name for name in now if name in before and _without_folder(before[name]) != _without_folder(now[name])]
-    return {name: before[name] for name in names}, {name: now[name] for name in names}
+    pairs = {name: (before[name], value) for name, value in now.items() if name in before}
+    return {name: pair for name, pair in pairs.items() if _without_folder(pair[0]) != _without_folder(pair[1])}
 
 
 def _without_folder(value: Any) -> Any:
@@ -175,7 +173,7 @@ def _prepare_folder(run: BaseRun) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STOP_FILE).unlink(missing_ok=True)
-        is_stale = not (run.folder / "run.json").exists() or any(_orders(run, run.folder))
+        is_stale = not (run.folder / "run.json").exists() or bool(_changed_order(run, run.folder))
         if (run.meeting.island == 0 and not _has_ended(run)) or is_stale:
             write_run_json(run)
     except OSError as error:

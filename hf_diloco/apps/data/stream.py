@@ -81,7 +81,6 @@ class PackedStream(TorchIterableDataset[Example]):
         self._positions: deque[Position] = deque([self.start])
 
     def seek(self, position: Position) -> None:
-        """Sets the position at which the next iteration begins."""
         self.start = position
         self._positions = deque([position])
 
@@ -183,24 +182,18 @@ class DataPositionCallback(TrainerCallback):
         self._restore_random_state = restore_random_state
         self._first_step = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stores the stream's first step, and moves before the callback that records a checkpoint's files."""
         self._first_step = state.global_step
         move_before_trackers(self)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Restores the random state once, so that dropout draws the same as without an interruption."""
         if self._restore_random_state is not None:
             self._restore_random_state()
             self._restore_random_state = None
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Drops the positions of blocks that have been trained on."""
         state.epoch = state.global_step / state.max_steps  # the Trainer restarts at 0 when it resumes a stream
         if args.process_index == 0:

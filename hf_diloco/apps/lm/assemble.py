@@ -206,7 +206,6 @@ class _EngineCheck(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks the class of the Trainer's wrapped model."""
         wrapped = self._trainer.model_wrapped
         if args.fsdp:
             if not is_fsdp2(wrapped):

@@ -73,7 +73,6 @@ class PlainCallback(RunCallback[Record]):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begins the record."""
         self._began = time.monotonic()
         self._begin(args, self._ranks, find_trainer(), _FILES, _find_whole)
         examples = examples_per_step(args)
@@ -95,10 +94,7 @@ class PlainCallback(RunCallback[Record]):
             resumed=state.global_step > 0,
         )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Ends training on request."""
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._stop.agreed():
             self.stopped = True
             self._end_early(control)
@@ -112,9 +108,7 @@ class PlainCallback(RunCallback[Record]):
 
         self._ranks.on_leader(write)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Writes the `end` event; the evaluation afterwards is still recorded."""
         self._end()
         seconds = time.monotonic() - self._began

@@ -105,7 +105,6 @@ class DiLoCoBlock(DiLoCoConfig):
 
     @property
     def survives_losses(self) -> bool:
-        """Whether the other islands continue when one is lost."""
         return self.meets_in_store
 
 
@@ -171,7 +170,6 @@ class RunFile(BaseRun):
 
     @property
     def meeting(self) -> DiLoCoBlock:
-        """The block with the number of islands and the rendezvous."""
         return self.diloco
 
     @classmethod
@@ -187,7 +185,6 @@ class RunFile(BaseRun):
 
     @property
     def needs_hub(self) -> bool:
-        """Whether the run names anything on the Hugging Face Hub."""
         return self.data.source == "c4" or super().needs_hub
 
     def probes(self) -> Iterator[Callable[[], object]]:
