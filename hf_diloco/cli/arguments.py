@@ -11,16 +11,17 @@ import typer
 
 C = TypeVar("C", bound=Callable[..., Any])
 
-RunFileArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN.yaml", help="the run file, or the name of one that comes with hf-diloco", show_default=False
-    ),
-]
+_RUN_FILE = typer.Argument(
+    metavar="RUN.yaml", help="the run file, or the name of one that comes with hf-diloco", show_default=False
+)
+RunFileArgument = Annotated[Path, _RUN_FILE]
+OptionalRunFile = Annotated[Path | None, _RUN_FILE]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="overrides of the run file, as in training.max_steps=20"),
 ]
+RunName = Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")]
+STORES = "s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or http://HOST:PORT/NAME"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 

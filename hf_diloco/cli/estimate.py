@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_diloco.apps.common.shipped import find_run_file
-from hf_diloco.cli.arguments import AsJson, examples
+from hf_diloco.cli.arguments import AsJson, Overrides, examples
 from hf_diloco.errors import ConfigError
 from hf_diloco.planning.equations import Link
 from hf_diloco.planning.estimate import TARGET, Estimate, Row, draw, make_estimate
@@ -49,10 +49,7 @@ def estimate(
             show_default=False,
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="overrides of the run file", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     bandwidth: Annotated[
         str | None,
         typer.Option(metavar="RATE", help="Bits a second of an island's link, each way, as 200M or 10G. Default: 1G."),

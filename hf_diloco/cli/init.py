@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_diloco.cli.arguments import Overrides, RunFileArgument, examples
+from hf_diloco.cli.arguments import STORES, Overrides, RunFileArgument, RunName, examples
 from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.text import counted
@@ -46,8 +46,7 @@ def init(
         str | None,
         typer.Option(
             metavar="URL",
-            help=f"Where the islands meet: s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR, http://HOST:PORT/NAME. "
-            f"Default: {ENV_RENDEZVOUS}, else the run file's.",
+            help=f"Where the islands meet: {STORES}. Default: {ENV_RENDEZVOUS}, else the run file's.",
         ),
     ] = None,
     image: Annotated[
@@ -56,7 +55,7 @@ def init(
             help="Container image in which hf-diloco is installed; compose, kubernetes and skypilot need it."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")] = None,
+    name: RunName = None,
     folder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the files go. Default: deploy/NAME/ENGINE.")
     ] = None,

@@ -65,11 +65,6 @@ class Launcher:
     same effect: every training island is asked to finish its step and write a checkpoint; islands that do not train
     yet are ended. After `grace` seconds, or at the second Ctrl-C, the remaining islands are ended. If islands can
     continue without each other, a failed or stopped island does not stop the others.
-
-    Args:
-        plan: the islands to start.
-        display: shows their progress.
-        grace: seconds that islands may take to stop.
     """
 
     def __init__(self, plan: Plan, display: LineDisplay, grace: float) -> None:

@@ -67,8 +67,7 @@ def clean(line: str) -> str:
 class LogFollower:
     """Reads the complete lines that were added to a log file since the last call, also after it was moved or deleted.
 
-    Raises:
-        OSError: there is no such file, or it cannot be read.
+    Raises `OSError` if there is no such file, or it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -186,11 +185,8 @@ def root_error(lines: list[str], speaks_last: bool = True) -> str:
     """Returns the error that ended the training processes; without one, their last few lines worth showing.
 
     The error is the first of the failures at the end of the log: later ones, in other ranks and in destructors, mostly
-    follow from it. Keeps further lines of its text, which may name a setting.
-
-    Args:
-        lines: the log.
-        speaks_last: whether the last lines may explain the end; False for a killed process, which cannot log its end.
+    follow from it. Keeps further lines of its text, which may name a setting. `speaks_last`: the last lines may
+    explain the end, unlike those of a killed process.
     """
     spoken = _without_launcher(lines)
     failures = _failures(spoken)

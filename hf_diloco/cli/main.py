@@ -14,7 +14,16 @@ from typer.core import TyperCommand
 
 from hf_diloco import __version__
 from hf_diloco.cli import doctor, meeting
-from hf_diloco.cli.arguments import AsJson, Overrides, RunFileArgument, examples, group
+from hf_diloco.cli.arguments import (
+    STORES,
+    AsJson,
+    OptionalRunFile,
+    Overrides,
+    RunFileArgument,
+    RunName,
+    examples,
+    group,
+)
 from hf_diloco.cli.checkpoint import checkpoint_app
 from hf_diloco.cli.configs import configs_app
 from hf_diloco.cli.estimate import estimate
@@ -64,7 +73,7 @@ class _LaunchCommand(TyperCommand):
 )
 def launch(
     ctx: typer.Context,
-    run_file: Annotated[Path | None, RunFileArgument.__metadata__[0]] = None,
+    run_file: OptionalRunFile = None,
     overrides: Overrides = None,
     island: Annotated[
         int | None,
@@ -80,9 +89,8 @@ def launch(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where the islands meet: tcp://HOST:PORT of island 0's machine, or an object store, "
-            "s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR, http://HOST:PORT/NAME. Default: "
-            f"{ENV_RENDEZVOUS}, else the run file's.",
+            help=f"Where the islands meet: tcp://HOST:PORT of island 0's machine, or an object store, {STORES}. "
+            f"Default: {ENV_RENDEZVOUS}, else the run file's.",
         ),
     ] = None,
     num_islands: Annotated[
@@ -95,7 +103,7 @@ def launch(
             help=f"Number of islands, or nodes, in the run. Default: {ENV_NUM_ISLANDS}, else the run file's, or 1.",
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")] = None,
+    name: RunName = None,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Folder of run folders. Default: the run file's, else runs.")
     ] = None,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hf_diloco.cli.arguments import AsJson, examples, group
+from hf_diloco.cli.arguments import STORES, AsJson, examples, group
 from hf_diloco.config.base import ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError
 from hf_diloco.utils.extras import need
@@ -25,7 +25,7 @@ StoreArgument = Annotated[
     typer.Argument(
         metavar="RENDEZVOUS",
         envvar=ENV_RENDEZVOUS,
-        help="where the islands meet: s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or http://HOST:PORT/NAME",
+        help=f"where the islands meet: {STORES}",
         show_default=False,
     ),
 ]
@@ -34,8 +34,7 @@ RunArgument = Annotated[
     typer.Argument(
         metavar="RUN|RENDEZVOUS",
         envvar=ENV_RENDEZVOUS,
-        help="a run folder, such as runs/quickstart; or where the islands meet: tcp://HOST:PORT, s3://BUCKET/PREFIX, "
-        "gs://…, az://…, file:///DIR or http://HOST:PORT/NAME",
+        help=f"a run folder, such as runs/quickstart; or where the islands meet: tcp://HOST:PORT, {STORES}",
         show_default=False,
     ),
 ]
@@ -248,13 +247,8 @@ def show(file: Annotated[Path, typer.Argument(metavar="FILE", help="that `hf-dil
 def open_listener(address: str, readers: str, allow_public_address: bool | None = None) -> socket.socket:
     """Listens at HOST:PORT, an address at which `readers` (such as "the islands") reach this machine.
 
-    Args:
-        address: HOST:PORT.
-        readers: who connects, for messages.
-        allow_public_address: the option of this name; None for a command without it.
-
-    Raises:
-        ConfigError: the address is invalid, public, or not this machine's; or the port is in use.
+    `allow_public_address` is the option of this name; None for a command without it. Raises `ConfigError` if the
+    address is invalid, public, or not this machine's; or the port is in use.
     """
     try:
         host, port = split_tcp_url(f"tcp://{address}")

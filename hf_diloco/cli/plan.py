@@ -39,13 +39,12 @@ launcher's world."""
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The options of `hf-diloco launch`.
+    """The options of `hf-diloco launch`; None leaves one to the run file.
 
     Attributes:
-        run_file: path of the YAML file.
         overrides: `key=value` items.
         island: the only island to start here; None starts all.
-        num_islands, rendezvous, name, output, resume: shorthands for overrides; None leaves them to the file.
+        num_islands, rendezvous, name, output, resume: shorthands for overrides.
     """
 
     run_file: Path
@@ -143,9 +142,9 @@ def _told_by(variable: str, value: object) -> str:
 
 
 def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
-    """Plans a launch, and checks everything that can be checked before a process starts.
+    """Plans a launch of `load_options`' run, and checks everything that can be checked before a process starts.
 
-    `run` is the result of `load_options`. Raises `ConfigError` if the options or this machine do not fit.
+    Raises `ConfigError` if the options or this machine do not fit.
     """
     numbers = range(run.meeting.num_islands) if options.island is None else [options.island]
     num_processes, config_file = _processes(run)
@@ -182,10 +181,7 @@ def island_environment(
 ) -> dict[str, str | None]:
     """Returns the environment variables of an island's processes, for any program; None removes a variable.
 
-    Args:
-        number, num_islands, rendezvous: the island's number, the number of islands, and where they meet.
-        threads: threads of each process.
-        share: the island's CUDA devices.
+    `threads` are those of each process, `share` the island's CUDA devices.
     """
     return {
         **dict.fromkeys(filter(_FOREIGN.fullmatch, os.environ)),

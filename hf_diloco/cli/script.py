@@ -82,10 +82,8 @@ def plan_script(
     Args:
         command: program and arguments.
         island: the only island to start here; None starts all.
-        num_islands: islands in the run; None: from the environment, else one.
-        rendezvous: where they meet; None: from the environment, else on this machine.
-        name: name of the run; None: the script's name.
-        output: the folder of run folders.
+        num_islands, rendezvous: None: from the environment, else one island, on this machine.
+        name, output: the run's folder is OUTPUT/NAME; None: runs, and the script's name.
     """
     command = _with_program(command)
     if name is not None and (problem := problem_of_name(name)):

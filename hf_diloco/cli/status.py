@@ -22,8 +22,7 @@ from hf_diloco.utils import text
 from hf_diloco.utils.tables import empty_table, fact_table, output, plain, print_figures, warning, within
 from hf_diloco.utils.urls import VALID_URLS, check_between_processes, check_store_url, is_object_store, split_tcp_url
 
-MAX_FAILURES = 3
-"""Failures in a row after which a store hosted by island 0 counts as gone."""
+MAX_FAILURES = 3  # in a row, after which a store hosted by island 0 counts as gone
 _WORDS = ("host", "phase", "life", "state", "islands", "left out")
 _LONG = ("host", "left out")  # shortened on a narrow terminal
 _LIFE_STYLES = {"alive": "green", "silent": "bold red", "ended": "dim", "unknown": "yellow"}
@@ -81,10 +80,7 @@ def _rendezvous_of(run: str) -> str:
 
 
 def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
-    """Raises `ConfigError` unless the URL is one of a store that a command can read.
-
-    `may_be_tcp`: the command can also read island 0's store at tcp://HOST:PORT.
-    """
+    """Raises `ConfigError` unless a command can read a store there: with `may_be_tcp`, also that of island 0."""
     if may_be_tcp and url.startswith("tcp:"):
         split_tcp_url(url)
         return

@@ -47,10 +47,9 @@ class Step:
 
 @dataclass(frozen=True)
 class TopologyFigures:
-    """The figures that the command shows.
+    """The figures that the command shows; for the first ones see `Topology`.
 
     Attributes:
-        name, num_nodes, period, is_symmetric, rho, spectral_gap: see `Topology`.
         largest_stable_beta: see `hf_diloco.methods.topology.stability`; None: it is not known.
         num_parameters: values in the model.
         bytes_per_step: fp32 bytes that a node sends per step if it sends its vector to each receiver: the mean over

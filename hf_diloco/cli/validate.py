@@ -26,12 +26,9 @@ from hf_diloco.utils.urls import is_object_store
 
 T = TypeVar("T")
 
-_CHECKPOINT_BYTES = 20
-"""Bytes per parameter: fp32 weights and two moments, outer parameters and momentum."""
-
+_CHECKPOINT_BYTES = 20  # per parameter: fp32 weights and two moments, outer parameters and momentum
 _KEPT = 2
-_OTHER_MEMORY = 1e9
-"""Bytes of a process that do not depend on the model: PyTorch, Trainer, DeepSpeed."""
+_OTHER_MEMORY = 1e9  # bytes of a process whatever the model: PyTorch, Trainer, DeepSpeed
 
 
 def run_validate(options: LaunchOptions, as_json: bool) -> int:
@@ -48,17 +45,8 @@ def run_validate(options: LaunchOptions, as_json: bool) -> int:
 def check_all(run: BaseRun, first: Callable[[], T]) -> T:
     """Makes the checks of an island before its first step, except those with other islands. Starts and writes nothing.
 
-    Imports the libraries, which takes seconds, and reads a little of the data.
-
-    Args:
-        run: the run file.
-        first: called before the checks; may raise `DiLoCoError`.
-
-    Returns:
-        The value of `first`.
-
-    Raises:
-        ConfigError: `first` or a check failed; the message has all problems.
+    Imports the libraries, which takes seconds, and reads a little of the data. Calls `first` before, and returns its
+    value. Raises `ConfigError` if `first` or a check failed; the message has all problems.
     """
     use_cache_without_hub(run.needs_hub)  # before the libraries are imported
     own: list[Callable[[], object]] = [partial(_try_training, run), *([check_login] if run.push_to_hub else [])]
@@ -135,12 +123,7 @@ def _resources(run: RunFile, plan: Plan) -> Iterator[Finding]:
 
 
 def _device_memory(needed: float, num_sharing: int) -> Finding:
-    """Checks that the states of all ranks on a device fit into its memory.
-
-    Args:
-        needed: bytes of one rank.
-        num_sharing: ranks on a device, each of another island.
-    """
+    """Checks that the states, `needed` bytes each, of `num_sharing` islands' ranks fit into a device's memory."""
     import torch
 
     total = min(torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count()))

@@ -23,12 +23,9 @@ from hf_diloco.utils import text
 from hf_diloco.utils.extras import EXTRAS, installed_version, is_installed
 
 PACKAGE = "hf-diloco"
+# Name, bad versions, and what goes wrong with them.
 KNOWN_BAD = (("deepspeed", "<0.19.8", "with Gloo, ZeRO-3 reads parameters before they have arrived"),)
-"""Name, bad versions, and what goes wrong with them."""
-
-LEAST_FILES = 4096
-"""Open files that a process may need: connections to all other islands, data, and checkpoints."""
-
+LEAST_FILES = 4096  # open ones: connections to all other islands, data, and checkpoints
 LEAST_MEMORY = 4 << 30
 LEAST_DISK = 10 << 30
 LEAST_SHARED = 64 << 20
@@ -114,10 +111,8 @@ def check_torch() -> Iterator[Finding]:
         found = (
             f"{version} sees {text.counted(count, 'CUDA device')}, but nvidia-smi lists none: training is on the CPU"
         )
-        remedy = (
-            f"set {_VISIBLE}={','.join(map(str, range(count)))}; in a container, NVIDIA_DRIVER_CAPABILITIES lacks "
-        )
-        remedy += "utility"
+        visible = ",".join(map(str, range(count)))
+        remedy = f"set {_VISIBLE}={visible}; in a container, NVIDIA_DRIVER_CAPABILITIES lacks utility"
     else:
         found = f"{version}, no CUDA device: training is on the CPU"
     yield judge("torch", not remedy, found, remedy, "problem" if devices else "warning")

@@ -41,12 +41,8 @@ NUM_CLIENTS = 64
 _REQUEST = struct.Struct("<8scI")
 _BLOCK = bytes(1 << 16)
 _TIMEOUT = 20.0
-_SECONDS = 1.5
-"""Target duration of a measurement, after slow start."""
-
-_LONGEST_SECONDS = 10.0
-"""Limit of one transfer: the bytes moved by then give the rate."""
-
+_SECONDS = 1.5  # target duration of a measurement, after slow start
+_LONGEST_SECONDS = 10.0  # limit of one transfer: the bytes moved by then give the rate
 _FIRST_BYTES = 1 << 18
 _NUM_ECHOES = 7
 
@@ -54,9 +50,7 @@ NUM_WRITERS = 8
 NUM_CONTESTS = 4
 _STORE_TIMEOUT = 15.0
 _NUM_TRIPS = 5
-_PROBE = 8 << 20
-"""Bytes written and read to measure the store's bandwidth."""
-
+_PROBE = 8 << 20  # bytes written and read to measure the store's bandwidth
 _FAR = 0.5  # seconds
 
 
