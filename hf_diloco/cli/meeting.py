@@ -6,7 +6,7 @@ import errno
 import logging
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from hf_diloco.utils.extras import need
 from hf_diloco.utils.listening import raise_file_limit
 from hf_diloco.utils.public_keys import show_public
 from hf_diloco.utils.urls import host_and_port, is_loopback, is_public, split_tcp_url
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 logger = logging.getLogger("hf_diloco")
 
@@ -129,33 +132,34 @@ def rendezvous(
     It may run on any machine that all islands reach, and serve any number of runs; no island is then special. Islands
     come and go as in a bucket. Started again with the same folder, it goes on where it was.
     """
+    from hf_diloco.store.server import StoreServer
+
+    with open_listener(address, "the islands", allow_public_address) as listener:
+        try:
+            app = StoreServer(folder).app()
+        except OSError as error:
+            raise ConfigError(
+                f"--folder {folder}: {error.strerror or error}. Name a folder whose parent is there, with space "
+                "for a few copies of the model"
+            ) from None
+        url = url_of(listener)
+        if not is_loopback(listener.getsockname()[0]):
+            logger.warning(
+                "who reaches %s can read the weights, and delete what lies here: keep strangers out by a firewall or "
+                "a VPN, and give the islands a key, so that nobody forges it (docs/security.md)",
+                url,
+            )
+        _serve(app, listener, f"islands meet at {url}/NAME, kept in {folder}; Ctrl-C ends this")
+
+
+def _serve(app: web.Application, listener: socket.socket, message: str) -> None:
+    """Serves until Ctrl-C; shows the message once the server runs, and handles that."""
     import asyncio
 
-    from hf_diloco.store.server import StoreServer
     from hf_diloco.store.serving import serve_until_stopped
 
-    listener = open_listener(address, "the islands", allow_public_address)
-    url = url_of(listener)
-    try:
-        app = StoreServer(folder).app()
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"--folder {folder}: {error.strerror or error}. Name a folder whose parent is there, with space "
-            "for a few copies of the model"
-        ) from None
     raise_file_limit()
-    if not is_loopback(listener.getsockname()[0]):
-        logger.warning(
-            "who reaches %s can read the weights, and delete what lies here: keep strangers out by a firewall or a "
-            "VPN, and give the islands a key, so that nobody forges it (docs/security.md)",
-            url,
-        )
-
-    def tell() -> None:
-        print(f"islands meet at {url}/NAME, kept in {folder}; Ctrl-C ends this", flush=True)
-
-    asyncio.run(serve_until_stopped(app, listener, tell))
+    asyncio.run(serve_until_stopped(app, listener, lambda: print(message, flush=True)))
 
 
 @examples(
@@ -182,13 +186,10 @@ def dashboard(
 
     It only reads, and goes on until Ctrl-C.
     """
-    import asyncio
-
     from hf_diloco.cli.status import check_url
     from hf_diloco.dashboard.server import Dashboard
     from hf_diloco.dashboard.source import Source
     from hf_diloco.store.credentials import load_key
-    from hf_diloco.store.serving import serve_until_stopped
 
     need("the page of a run", "matplotlib")
     if "://" in run:
@@ -196,17 +197,12 @@ def dashboard(
     if prometheus:
         need("--prometheus", "prometheus_client")
     source = Source(run, load_key(key_file))
-    raise_file_limit()
     with open_listener(listen, "its readers", allow_public_address) as listener:
-        is_local = is_loopback(listener.getsockname()[0])
+        url, is_local = url_of(listener), is_loopback(listener.getsockname()[0])
         if not is_local:
-            logger.warning("who reaches %s sees the run and its settings: there is no password", url_of(listener))
-
-        def tell() -> None:  # called once the server runs and handles Ctrl-C
-            print(f"open {url_of(listener)}/ in a browser; Ctrl-C ends this", flush=True)
-
+            logger.warning("who reaches %s sees the run and its settings: there is no password", url)
         app = Dashboard(source, interval, is_local, prometheus).app()
-        asyncio.run(serve_until_stopped(app, listener, tell))
+        _serve(app, listener, f"open {url}/ in a browser; Ctrl-C ends this")
 
 
 @keys_app.command("make")

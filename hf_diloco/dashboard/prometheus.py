@@ -57,10 +57,9 @@ class _Figures:
         yield self._each("progress_age_seconds", "Since it last said where it stands.", now, lambda one: one.age)
         speeds = {(str(name), one.progress.unit): one.progress.tokens_per_second for name, one in now.items()}
         yield self._family("speed", "Tokens or images a second, recently.", speeds, "island", "unit")
-        sent = {(str(island.island),): exchanged(island, "bytes_sent") for island in run.islands}
-        yield self._family("bytes_sent", "Payload of all rounds.", sent, "island")
-        received = {(str(island.island),): exchanged(island, "bytes_received") for island in run.islands}
-        yield self._family("bytes_received", "Payload of all rounds.", received, "island")
+        records, payload = {one.island: one for one in run.islands}, "Payload of all rounds."
+        yield self._each("bytes_sent", payload, records, lambda one: exchanged(one, "bytes_sent"))
+        yield self._each("bytes_received", payload, records, lambda one: exchanged(one, "bytes_received"))
         times = {name: (one.seconds or TimeSplit()).parts() for name, one in islands.items()}
         seconds = {(str(name), part): spent for name, parts in times.items() for part, spent in parts.items()}
         yield self._family("seconds", "Where the time went.", seconds, "island", "part")
@@ -78,7 +77,7 @@ class _Figures:
         yield self._each("store_island_tokens_per_second", speed, islands, lambda one: one.tokens_per_second)
 
     def _each(self, name: str, text: str, islands: Mapping[int, T], figure: Callable[[T], float | None]) -> Metric:
-        """Returns a gauge with one value per island."""
+        """Returns a family with one value per island."""
         return self._family(name, text, {(str(number),): figure(one) for number, one in islands.items()}, "island")
 
     def _family(self, name: str, text: str, samples: Samples, *labels: str) -> Metric:
