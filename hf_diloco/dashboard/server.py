@@ -35,9 +35,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 SCRIPT = "dashboard.js"
+# A look that takes longer is followed by a pause of `_REST` times the excess: in a long run one look takes minutes.
 _QUICK_SECONDS, _REST = 1.0, 4
-"""A look that takes longer than `_QUICK_SECONDS` is followed by a pause of `_REST` times the excess: in a long run one
-look takes minutes."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 NOW_COLUMNS = ("", "state", "step", "round", "loss", "speed", "written", "message")
 

@@ -51,11 +51,7 @@ class Look:
 class Source:
     """Reads a run each time it is asked, and once at the start: its folder, the store where its islands meet, or both.
 
-    For one thread at a time.
-
-    Args:
-        where: a run folder, or where islands meet.
-        key: the run's; empty for none.
+    For one thread at a time. `where` is a run folder, or where islands meet; `key` the run's, empty for none.
 
     Raises:
         ConfigError: the folder is not a run folder.
@@ -77,8 +73,7 @@ class Source:
             self.read_folder()
 
     def look(self) -> Look:
-        """Returns the current data. A part that cannot be read keeps its last value, and is listed among the
-        problems."""
+        """Returns the current data. A part that cannot be read keeps its last value, and is among the problems."""
         problems = []
         for read in (self.read_folder, self.read_store):
             try:

@@ -19,19 +19,14 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
+MAX_ROUND_ROWS = 1000  # the last ones
+
+
 def write_html(run: Run, path: str | Path, report: Report | None = None) -> Path:
-    """Writes the page of a run.
+    """Writes the page of a run, and returns its path; creates the file's folder if missing.
 
-    Args:
-        run: what `load_run` returned.
-        path: the file to write; its folder is created if missing.
-        report: the result of `summarise(run)`, if already computed.
-
-    Returns:
-        The path.
-
-    Raises:
-        ConfigError: the file cannot be written, or Matplotlib is missing.
+    `report` is the result of `summarise(run)`, if already computed. Raises `ConfigError` if the file cannot be
+    written, or Matplotlib is missing.
     """
     need_plots()
     page = fill("report.html.j2", **figures_of(run, report or summarise(run)), settings=setting_groups(run))
@@ -54,10 +49,6 @@ def fill(template: str, **values: Any) -> str:
     """Renders one of the package's templates; escapes all text, and replaces characters that UTF-8 cannot encode."""
     page = _templates().get_template(template).render(version=__version__, **values)
     return page.encode(errors="replace").decode()  # JSON may hold half a surrogate pair
-
-
-MAX_ROUND_ROWS = 1000
-"""A page has rows for this many rounds at most, the last ones."""
 
 
 def figures_of(run: Run, report: Report) -> dict[str, Any]:

@@ -25,8 +25,8 @@ class TimeSplit(BaseModel):
 
     Attributes:
         computing: everything between rounds: inner steps, evaluations and checkpoints.
-        waiting: waiting for other islands to arrive at a round, as far as training paused.
-        exchanging: exchanging pseudo-gradients, as far as training paused.
+        waiting: for other islands to arrive at a round, as far as training paused.
+        exchanging: pseudo-gradients, as far as training paused.
         applying: reading and writing the master weights, and the outer step.
     """
 
@@ -64,7 +64,7 @@ class Figures(BaseModel):
         num_rounds: rounds, without those that a resume discarded.
         eval_loss: loss of the outer weights at `eval_step`, or with `eval_weights: local` of a node's own weights; in
             a run, the mean over the islands that evaluated at that step.
-        eval_accuracy: accuracy, likewise, in runs of image classifiers.
+        eval_accuracy: likewise, in runs of image classifiers.
         consensus_distance: distance of all nodes from their mean at `eval_step`.
         tokens_per_second: over the whole training time with evaluation and saving; in a run, summed over islands.
         bytes_sent: measured payload of all ranks, without rounds that a resume discarded.
@@ -110,7 +110,6 @@ class IslandReport(Figures):
         num_sections: how often it started or resumed.
         run_is_over: whether the run's last round is complete, regardless of this island's steps.
         comes_and_goes: whether it may miss rounds and catch up.
-        noun: "island", or "node" with a gossip method.
     """
 
     island: int

@@ -28,9 +28,8 @@ class Progress:
             ended early on request.
         step: optimizer steps done, of `max_steps` (0: not known yet).
         round: completed rounds.
-        loss: the last training loss; None before the first.
-        tokens_per_second: of the whole island, in `unit`; None before the first measurement.
-        unit: the counted unit, if not tokens.
+        loss: the last training loss.
+        tokens_per_second: of the whole island, in `unit`.
         message: details of the state; may be empty.
         noun: what to call the participant, if the file says: island or node.
         can_stop: whether the island stops with a checkpoint on request.

@@ -49,8 +49,7 @@ class IslandRun:
         record: path of its record; a script may write it to a folder of its own.
         sections: all stretches of training, including parts that a resume discarded.
         num_bad_lines: unreadable lines, not counting a section's partial last line (which a killed process leaves).
-        progress: the last `progress.json`; empty if there is none.
-        summary: `summary.json`; empty if there is none.
+        progress, summary: the last `progress.json`, and `summary.json`; empty if there is none.
     """
 
     island: int

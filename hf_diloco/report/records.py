@@ -212,13 +212,9 @@ _ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Annotated[AnyRecord, Field(discri
 
 
 def parse_line(line: bytes) -> AnyRecord | None:
-    """Reads one line of `metrics.jsonl`.
+    """Reads one line of `metrics.jsonl`; returns None for an event of a later version.
 
-    Returns:
-        The record; None for an event of a later version.
-
-    Raises:
-        ValueError: the line is incomplete, is not JSON, or has an invalid value.
+    Raises `ValueError` if the line is incomplete, is not JSON, or has an invalid value.
     """
     try:
         return _ADAPTER.validate_json(line)

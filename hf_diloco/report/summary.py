@@ -57,7 +57,7 @@ class Report(Figures):
         num_fragments: parts of the model that are synchronised in turn, each every `sync_every` steps.
         final_weights: the islands' weights at the end: "outer" on a synchronisation boundary, otherwise "inner".
         traffic_ratio: bytes_per_step_sync / bytes_sent.
-        mismatched_rounds: rounds after which the islands' outer parameters differed; should be empty.
+        mismatched_rounds: after which the islands' outer parameters differed; should be empty.
         num_rounds_compared: rounds for which at least two islands' hashes are here.
         named_losses: with several evaluation data sets, the outer weights' last loss on each: the mean over the
             islands that evaluated at that step.

@@ -49,12 +49,10 @@ Kind = Literal["damaged", "forged", "abandoned", "foreign", "settled"]
 DAMAGED_FOLDER = "damaged"
 _NUM_READERS = 16
 _MAX_TARGET = 480
-STILL_SECONDS = 3.0
-"""How long a file must stay unfinished, or unnamed by any record, to count as abandoned."""
+STILL_SECONDS = 3.0  # a file that stays unfinished, or unnamed by any record, for so long counts as abandoned
 _AUTHOR = r"\d{5,6}-\d{6,9}"
 _ATTEMPT = r"rounds/\d{8,12}/\d{2}"
-_SEALED = Record
-"""A record of which only the seal is checked."""
+_SEALED = Record  # only the seal is checked
 _RECORDS: Sequence[tuple[str, type[Record]]] = (
     (r"start(-[2-9])?\.json", StartRecord),
     (r"incarnations/\d{1,6}/\d{6,9}\.json", IncarnationRecord),
@@ -74,13 +72,10 @@ _VALUES = re.compile(
 
 
 class Finding(BaseModel):
-    """One object with a problem.
+    """One object with a problem, of a kind of this module's docstring.
 
     Attributes:
-        path: of the object; one with a trailing slash is an empty folder.
-        kind: see this module's docstring.
-        reason: for people.
-        num_bytes: its size.
+        path: one with a trailing slash is an empty folder.
         moved_to: where it was set aside.
     """
 
@@ -92,14 +87,7 @@ class Finding(BaseModel):
 
 
 class CheckReport(BaseModel):
-    """The result of a check.
-
-    Attributes:
-        url: of the store.
-        run: the run's id.
-        num_objects, num_bytes: checked.
-        findings: in the order of their paths.
-    """
+    """The result of a check; findings are in the order of their paths."""
 
     url: str
     run: str
@@ -121,7 +109,6 @@ def check_store(store: ObjectStore, key: bytes, is_deep: bool = False, clock: Cl
     """Checks every object once; deletes and moves nothing.
 
     Args:
-        store: where the run's islands meet.
         key: the run's; empty for none.
         is_deep: also read values, and compare them with their digests.
         clock: for the wait that shows whether an object stays abandoned.

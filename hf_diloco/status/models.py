@@ -31,7 +31,6 @@ class IslandStatus(_Status):
     """An island, by the newest process that claimed its number.
 
     Attributes:
-        island: its number.
         incarnation: how often it was started.
         host, pid, folder: of that process; "" and None if its incarnation cannot be read.
         phase: from its last heartbeat; None if it has sent none.
@@ -42,7 +41,6 @@ class IslandStatus(_Status):
         lag: rounds behind the newest committed one.
         steps: inner steps since it last took part in a round.
         tokens_per_second: of the whole island; 0 if unknown.
-        num_ranks: its processes; None as for `phase`.
         refuses: islands that it does not trust, with the reason: they hold the run's key, but not the identity.
     """
 
@@ -121,8 +119,7 @@ class RunStatus(_Status):
     """A run at one moment.
 
     Attributes:
-        url: the store.
-        run: the run's id.
+        run: its id.
         begun_by, begun_on: the island that began it, and its host ("" if unknown).
         has_key: whether the islands' records are authenticated.
         settings: what all islands share.
@@ -132,10 +129,8 @@ class RunStatus(_Status):
         round: rounds committed.
         seconds_per_round: median of the rounds shown, by the store's clock.
         is_over: all rounds are committed, and no island is alive; or all have ended, and none may come back.
-        islands: in the order of their numbers.
         rounds: the last ones, the newest first.
         snapshot: None if there is no complete one.
-        stored: bytes in the store.
         refused: paths of objects that are damaged or not of this run, with the reason; among those that were read.
     """
 

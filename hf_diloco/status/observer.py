@@ -67,7 +67,6 @@ class Observer:
     Args:
         key: the run's; empty for none.
         num_rounds: how many of the last rounds to describe.
-        clock: the clock to wait by.
         url: the store's address as shown to users; default: its own.
 
     Attributes:

@@ -46,9 +46,7 @@ _RANGES: dict[str, Any] = {
     "dataloader_num_workers": Field(ge=0, le=1024),  # each a process
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Field(ge=0, lt=1)),
 }
-_WORDS = {"include_num_input_tokens_seen": ["all", "non_padding", "no"]}
-"""Values of settings for which transformers takes any text."""
-
+_WORDS = {"include_num_input_tokens_seen": ["all", "non_padding", "no"]}  # transformers takes any text
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # some optimizers take these instead of parameters
@@ -75,10 +73,9 @@ def check_training(training: dict[str, Any]) -> None:
 
     types = get_type_hints(TrainingArguments)
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    problems = [problem for key, value in training.items() if (problem := _problem(key, value, known, types))]
-    problems += _problems_of_trackers(training.get("report_to"))
-    if problems:
-        raise ConfigError("; ".join(problems))
+    problems = [_problem(key, value, known, types) for key, value in training.items()]
+    if found := "; ".join(filter(None, [*problems, *_problems_of_trackers(training.get("report_to"))])):
+        raise ConfigError(found)
 
 
 def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArguments:
@@ -122,12 +119,7 @@ def training_arguments(run: BaseRun, **settings_of_task: Any) -> TrainingArgumen
 def _try_settings(args: TrainingArguments, training: Mapping[str, Any]) -> None:
     """Creates the objects that the Trainer creates from its arguments, before data and model take hours to prepare.
 
-    Args:
-        args: the arguments.
-        training: the block `training` of the run file.
-
-    Raises:
-        ConfigError: an object cannot be created, or a setting has no effect.
+    Raises `ConfigError` if one cannot be created, or a setting of the block `training` has no effect.
     """
     import torch
     from accelerate.utils import DynamoBackend, GradientAccumulationPlugin

@@ -74,12 +74,8 @@ _SWITCHED_BY = {
 """Settings of the Trainer that need another one (or its older name) to have an effect. That one may be set to off."""
 
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-"""Settings that the Trainer passes only to DDP."""
-
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+=-]*"
-
-MODELS = ("preset", "path", "config")
-"""Settings of the block `model`; exactly one is given."""
+MODELS = ("preset", "path", "config")  # settings of the block `model`; exactly one is given
 
 
 class LaunchBlock(Block):
@@ -167,8 +163,7 @@ class BaseRun(Block):
         unit: what a participant is called.
         files: settings that name files.
         where: the entry point, for `REFUSALS`: islands or nodes.
-        alternatives: for each block, settings that exclude each other; one given on the command line replaces the
-            others.
+        alternatives: for each block, settings that exclude each other; one on the command line replaces the others.
         settings_of_order: settings that, besides seeds, determine the order of the data.
         metrics: metrics that evaluations measure.
     """
@@ -201,11 +196,7 @@ class BaseRun(Block):
 
     @classmethod
     def order_of_data(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the settings that determine the order of a share's examples, and thus what a position means.
-
-        Args:
-            values: the content of a run file; missing settings are left out.
-        """
+        """Returns the settings of a run file that determine the order of a share's examples: what a position means."""
         found = {path: get_at(values, path[:-1]) for path in (*cls.settings_of_order, ("seed",))}
         order = {".".join(path): block[path[-1]] for path, block in found.items() if block and path[-1] in block}
         return {**order, "training.data_seed": get_at(values, ("training", "data_seed"))}

@@ -120,14 +120,9 @@ def try_deepspeed(run: BaseRun, args: TrainingArguments) -> None:
 def check_deepspeed(filled: HfTrainerDeepSpeedConfig, args: TrainingArguments, training: Mapping[str, Any]) -> None:
     """Makes DeepSpeed read its configuration now, instead of after preparing data and model, which may take hours.
 
-    Args:
-        filled: the configuration, with values of `args` in place of "auto".
-        args: the Trainer's arguments.
-        training: the block `training` of the run file.
-
-    Raises:
-        ConfigError: the configuration contradicts `args`, or makes a setting of `training` ineffective; or DeepSpeed
-            refuses it (the message has the reason), or would ignore a setting.
+    `filled` is the configuration, with values of `args` in place of "auto". Raises `ConfigError` if it contradicts
+    `args`, or makes a setting of the block `training` ineffective; or DeepSpeed refuses it (the message has the
+    reason), or would ignore a setting.
     """
     import_deepspeed_quietly()
     from deepspeed.runtime.config import DeepSpeedConfig

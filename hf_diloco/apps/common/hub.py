@@ -53,15 +53,9 @@ def use_cache_without_hub(is_needed: bool) -> None:
 
 @contextmanager
 def loading(setting: str, path: str, remedy: str = "") -> Iterator[None]:
-    """Turns a library's errors on loading from the Hub or a local path into `ConfigError`.
+    """Turns a library's errors on loading what a setting names, on the Hub or a local path, into `ConfigError`.
 
-    Args:
-        setting: the setting that names the path, for the message.
-        path: its value.
-        remedy: a further remedy, for the end of the message.
-
-    Raises:
-        ConfigError: loading failed; the message has the library's reason, and a remedy if the Hub is offline.
+    The message has the library's reason, a remedy if the Hub is offline, and at its end `remedy`.
     """
     try:
         yield

@@ -20,10 +20,7 @@ def open_log(folder: Path, name: str, start: str) -> TextIO:
     """Opens an island's log, locks it until this process and all children that inherit it have closed it, and notes
     the start with the time.
 
-    Args:
-        folder: of the island; created if it does not exist.
-        name: what the island is called, for the error.
-        start: what is started.
+    Creates the folder if necessary; `name` is what errors call the island.
 
     Raises:
         ConfigError: the folder cannot be written to.

@@ -38,7 +38,7 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
     """Reads and checks a run file.
 
     Args:
-        kind: the class of the run file.
+        kind: its class.
         path: the YAML file; or the name of one that comes with the package; or the `run.json` of an earlier run. Files
             that it names are searched next to it, then in the working directory.
         overrides: `key.sub=value` items from the command line, with YAML values; later ones win. Null removes the

@@ -59,7 +59,6 @@ class Training:
 
     Attributes:
         data: description of the data.
-        method: name of the method.
         papers: arXiv numbers of the method.
         base_model: Hub id or folder of the model that training continued from; None if trained from scratch.
         dataset: Hub id or folder; None for other data.

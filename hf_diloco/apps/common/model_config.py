@@ -14,15 +14,10 @@ if TYPE_CHECKING:
 
 
 def make_config(given: Mapping[str, Any], defaults: Mapping[str, Any], **fixed: Any) -> PreTrainedConfig:
-    """Creates a transformers configuration.
+    """Creates a transformers configuration from `model_type` and settings.
 
-    Args:
-        given: `model_type` and settings, all of which the type must know.
-        defaults: further settings, ignored if unknown to the type or given.
-        fixed: settings that override given ones.
-
-    Raises:
-        ConfigError: the model type or a setting is unknown, or transformers refuses a value.
+    Ignores `defaults` that the type does not know or that are given; `fixed` settings override given ones. Raises
+    `ConfigError` if the model type or a given setting is unknown, or transformers refuses a value.
     """
     from transformers import AutoConfig
 

@@ -33,14 +33,8 @@ def resolve_paths(
 ) -> None:
     """Makes the paths in a run file absolute, in place. Skips values of a wrong type, which the schema rejects later.
 
-    Args:
-        values: the run file's content.
-        named: the settings that name files.
-        folders: where to look; the first match wins.
-        origins: the place of each setting, for error messages.
-
-    Raises:
-        ConfigError: a file does not exist, or a glob matches no file.
+    Looks in all `folders`; the first match wins. Raises `ConfigError` if a file does not exist, or a glob matches no
+    file; `origins` has the place of each setting, for the message.
     """
     for path in (*named.paths, *named.hub_ids_or_paths):
         text = get_at(values, path)

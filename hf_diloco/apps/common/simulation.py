@@ -17,9 +17,7 @@ from hf_diloco.apps.common.process import check_folder
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 
-LONGEST_WAIT = 7 * 24 * 3600.0
-"""Timeout in seconds. One participant computes at a time while the others wait."""
-
+LONGEST_WAIT = 7 * 24 * 3600.0  # seconds: one participant computes at a time while the others wait
 _ASK_SECONDS = 0.2
 _STOPPING = "stopping: each finishes its step and writes a checkpoint (Ctrl-C: end now)"
 
@@ -33,8 +31,8 @@ def train_together(
 ) -> int:
     """Trains all islands or nodes, one computing at a time; returns the exit code.
 
-    Each computes with `launch.threads` threads, as its process would. On Ctrl-C, each of them finishes
-    its step and writes a checkpoint.
+    Each computes with `launch.threads` threads, as its process would. On Ctrl-C, each finishes its step and writes a
+    checkpoint.
 
     Args:
         runs: the run of each participant.

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hf_diloco")
 
 MODEL_FOLDER = "model"
-LONGEST_PREPARATION = 24 * 3600.0
-"""Seconds that ranks wait for their leader to prepare the data."""
+LONGEST_PREPARATION = 24 * 3600.0  # seconds that ranks wait for their leader to prepare the data
 
 R = TypeVar("R", bound=BaseRun, covariant=True)
 C = TypeVar("C", bound="AnyCallback", covariant=True)
@@ -102,16 +101,13 @@ def find_checkpoint(run: BaseRun, callback: AnyCallback) -> Path | None:
 def check_data(run: BaseRun, checkpoint: Path | None, data_hash: str, share: str = "") -> None:
     """Refuses to resume in other training data than the checkpoint's; records the data of a new run.
 
-    Settings alone do not show that a file was replaced or edited.
+    Settings alone do not show that a file was replaced or edited. Raises `ConfigError` if the data have changed.
 
     Args:
         run: the run file.
         checkpoint: the checkpoint to resume from; None to start from scratch.
         data_hash: hash of the training data; "" if unknown.
         share: which share of the data the hash is of: hashes of different shares are not compared.
-
-    Raises:
-        ConfigError: the data have changed.
     """
     file = (checkpoint.parent if checkpoint else run.island_folder()) / DATA_FILE
     saved = read_json(file) if checkpoint else {}
@@ -134,11 +130,8 @@ def train_on(
 ) -> int:
     """Trains from `assembled.checkpoint`; returns the exit code.
 
-    Args:
-        assembled: everything to train with.
-        progress: the progress file.
-        print_plan: prints what is about to happen; called only if `assembled.speaks`.
-        finish: called when training is complete, but not after a stop on request.
+    Calls `print_plan` before if `assembled.speaks`, and `finish` when training is complete, but not after a stop on
+    request.
 
     Raises:
         CheckpointError: the checkpoint's weights do not fit the model.
@@ -194,15 +187,10 @@ def loading(checkpoint: Path | None) -> Iterator[None]:
 
 
 def save_final_model(trainer: Trainer, folder: Path) -> Path:
-    """Writes the model and its tokenizer to `folder`/model, completely before it replaces an older one.
+    """Writes the model and its tokenizer to `folder`/model, completely before it replaces an older one; returns that.
 
-    Collective over the ranks.
-
-    Returns:
-        The folder, for `AutoModelForCausalLM.from_pretrained`.
-
-    Raises:
-        CheckpointError: on every rank, if one cannot write. If restarted, the run finishes from its last checkpoint.
+    Collective over the ranks. Raises `CheckpointError` on every rank if one cannot write. If restarted, the run
+    finishes from its last checkpoint.
     """
     from hf_diloco.trainer.saving import noting_failures
 
@@ -241,14 +229,8 @@ def record_end(
 ) -> dict[str, Any]:
     """Writes `summary.json` of this island or node, from its record and the last evaluation; returns it.
 
-    Island or node 0 also writes the model card, and pushes the model to the Hub if `push_to_hub` is set.
-
-    Args:
-        run: the run file.
-        evaluation: the last evaluation.
-        more: further entries, of this task only.
-        training: facts for the card that the record does not have.
-        progress: the progress file.
+    Island or node 0 also writes the model card, and pushes the model to the Hub if `push_to_hub` is set. `more` are
+    entries of this task only, `training` facts for the card that the record does not have.
     """
     number = run.meeting.island
     figures = summarise_island(load_island(run.island_folder(), number))

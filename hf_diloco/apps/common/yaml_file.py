@@ -15,13 +15,11 @@ from hf_diloco.utils.text import one_line
 
 KeyPath = tuple[str, ...]
 
+# Limits of a run file: far above real files, but below what exhausts stack or memory.
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 50
-MAX_VALUES = 100_000
-"""Limits of a run file: far above real files, but below what exhausts stack or memory. Values that an alias repeats
-count each time."""
-MAX_DIGITS = 300
-"""Limit of an integer: with a few more digits it is too large for a float."""
+MAX_VALUES = 100_000  # those that an alias repeats count each time
+MAX_DIGITS = 300  # with a few more an integer is too large for a float
 
 
 class _Loader(yaml.SafeLoader):
@@ -103,13 +101,10 @@ def dump_yaml(values: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Reads a YAML mapping.
+    """Reads a YAML mapping; returns it, and the line (from 1) of every key by its path.
 
-    Returns:
-        The mapping, and the line (from 1) of every key by its path.
-
-    Raises:
-        ConfigError: the file is missing, is not YAML (the message has the line), repeats a key, or is not a mapping.
+    Raises `ConfigError` if the file is missing, is not YAML (the message has the line), repeats a key, or is not a
+    mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -50,11 +50,9 @@ class Datasets(NamedTuple):
 
 
 def sample_texts(data: DataBlock, max_megabytes: float) -> Iterator[str]:
-    """Yields text to train a tokenizer on: a bounded part of the whole corpus, equal on all islands.
+    """Yields text to train a tokenizer on: up to `max_megabytes` of UTF-8 of the corpus, equal on all islands.
 
-    Args:
-        data: the source. Streamed files: the first 64 take turns; a finite dataset: documents in random order.
-        max_megabytes: megabytes of UTF-8 text to yield.
+    Of streamed files the first 64 take turns; a finite dataset yields documents in random order.
     """
     with reading(data):
         if data.source == "files" and data.streaming:
@@ -143,8 +141,7 @@ def _eval_blocks(source: Iterator[str], encoder: Encoder, data: DataBlock) -> Pa
 def _hold_out(documents: Dataset, encoder: Encoder, data: DataBlock) -> tuple[PackedDataset, int]:
     """Takes as many documents as evaluation needs, in the order of their hashes.
 
-    Returns:
-        The evaluation blocks, and the hash up to which documents are excluded from training.
+    Returns the evaluation blocks, and the hash up to which documents are excluded from training.
     """
     hashes = _hashes(documents)
     order = np.argsort(hashes, kind="stable")

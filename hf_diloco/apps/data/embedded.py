@@ -54,10 +54,7 @@ def embedded_documents() -> list[str]:
 def cached_documents(folder: Path, cache: Path | None) -> tuple[str, ...]:
     """Returns the documents of the Python sources below `folder`, and of the language reference.
 
-    Args:
-        folder: the folder of the sources.
-        cache: the cache folder, created if missing. If the cached file is corrupt, or cannot be written, the sources
-            are parsed again.
+    Creates the folder `cache` if missing; parses the sources again if the file there is corrupt or cannot be written.
     """
     if cache is None:
         return _parse(folder)

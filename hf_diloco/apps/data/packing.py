@@ -54,11 +54,7 @@ class Encoder:
 class PackedDataset(TorchDataset[Example]):
     """Blocks of `sequence_length` tokens from tokenised documents, read in place (memory-mapped or not).
 
-    Drops the tail that does not fill a block.
-
-    Args:
-        documents: a dataset with the column `input_ids`, in reading order, as `Dataset.map` returns it.
-        sequence_length: tokens per block.
+    Drops the tail that does not fill a block. `documents` has the column `input_ids`, in reading order.
 
     Attributes:
         pieces: the tokens of the dataset's chunks, in reading order.

@@ -65,12 +65,7 @@ class PackedStream(TorchIterableDataset[Example]):
     """Tokenises, joins and cuts documents into blocks on the fly; starts over when the documents end.
 
     Iteration starts at `seek`'s position. Keeps the positions of recent blocks, because data loaders read ahead of
-    training, and a checkpoint needs an earlier position.
-
-    Args:
-        documents: the island's share, with the column `text`.
-        encoder: turns text into tokens.
-        sequence_length: tokens per block.
+    training, and a checkpoint needs an earlier position. `documents` are the island's share, with the column `text`.
     """
 
     def __init__(self, documents: IterableDataset, encoder: Encoder, sequence_length: int) -> None:
@@ -146,14 +141,10 @@ def _take(pending: deque[_Read], skip: int, length: int) -> tuple[np.ndarray[Any
 
 
 def read_ahead(items: Iterator[T], size: int) -> Iterator[T]:
-    """Yields the same items, computing up to `size` of them ahead in a thread.
+    """Yields the same items, none of which may be None, computing up to `size` of them ahead in a thread.
 
-    Raises an error of `items` in place of its item. The thread ends when the returned iterator is closed or
-    garbage-collected, or when the main thread ends.
-
-    Args:
-        items: used only by the thread from the first request on; no item may be None.
-        size: items to keep ready.
+    From the first request on only the thread uses `items`. An error of it is raised in place of its item. The thread
+    ends when the returned iterator is closed or garbage-collected, or when the main thread ends.
     """
     # No daemon thread: killed inside the tokenizer at interpreter exit, it could abort the process.
     pool = ThreadPoolExecutor(1, "hf-diloco-read-ahead")

@@ -87,10 +87,8 @@ def build_model(
 def sketch_model(run: RunFile, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
     """Creates the model on the device `meta`, without weights, to find mistakes before preparing data takes hours.
 
-    If `tokenizer` is None because it is not trained yet, uses its settings.
-
-    Raises:
-        ConfigError: as for `build_model`; or FSDP is told to wrap layers that the model does not have.
+    If `tokenizer` is None because it is not trained yet, uses its settings. Raises `ConfigError` as `build_model`
+    does, or if FSDP is told to wrap layers that the model does not have.
     """
     import torch
 
@@ -127,26 +125,17 @@ def _check_fits(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | N
 
 
 class Source(NamedTuple):
-    """Arguments for `from_pretrained`.
-
-    Attributes:
-        name: a Hub id or a folder.
-        options: `gguf_file` with the name of a file in the folder, or empty.
-    """
+    """Arguments for `from_pretrained`: a Hub id or a folder, and `gguf_file` with the name of a file in it, if any."""
 
     name: str
     options: dict[str, str]
 
 
 def find_source(path: str, setting: str = "model.path") -> Source:
-    """Finds where a model or tokenizer is loaded from.
+    """Finds where a model or tokenizer is loaded from, by a setting that names its path.
 
-    Args:
-        path: a Hub id, a folder, a GGUF file, or a folder with one GGUF file and no config.json.
-        setting: the setting that names the path, for errors.
-
-    Raises:
-        ConfigError: the folder has several GGUF files, or the file or the package `gguf` is missing.
+    `path` is a Hub id, a folder, a GGUF file, or a folder with one GGUF file and no config.json. Raises `ConfigError`
+    if the folder has several GGUF files, or the file or the package `gguf` is missing.
     """
     file = _gguf_file(Path(path), setting)
     if file is None:

@@ -33,12 +33,7 @@ _FILES = "files.json"
 class PlainCallback(RunCallback[Record]):
     """Writes `metrics.jsonl` for a Trainer, and stops it with a checkpoint on request. Does not change its results.
 
-    Args:
-        config, tokens_per_example: for the record.
-        stop_file: a file whose existence requests a clean stop.
-
-    Attributes:
-        round: always 0.
+    The existence of `stop_file` requests the stop; the other arguments are for the record.
     """
 
     has_outer_loop = False

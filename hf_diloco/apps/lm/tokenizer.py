@@ -90,10 +90,7 @@ def train_byte_level_bpe(
 ) -> PreTrainedTokenizerBase:
     """Trains a byte-level BPE with special tokens: `<|endoftext|>`, and for masked models `<mask>`.
 
-    Args:
-        texts: documents.
-        vocab_size: maximum number of tokens; little text gives fewer.
-        special: special tokens, which never result from encoding text.
+    It has at most `vocab_size` tokens; little text gives fewer. Special tokens never result from encoding text.
     """
     from tokenizers import pre_tokenizers, trainers
 
