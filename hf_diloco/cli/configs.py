@@ -83,13 +83,15 @@ def _file_of(name: str) -> str:
 
 
 def _with_named(file: str) -> list[str]:
-    """Returns a file and the files of the package that it names."""
+    """Returns a file and the files of the package that it names, such as its DeepSpeed configuration."""
     from hf_diloco.apps.common.load import kind_of
-    from hf_diloco.apps.common.paths import files_named
+    from hf_diloco.apps.common.paths import get_at
     from hf_diloco.apps.common.yaml_file import read_yaml
 
     if file.removesuffix(".yaml") not in shipped_names():
         return [file]
     path = SHIPPED / file
-    named = files_named(read_yaml(path)[0], kind_of(path).files, path.parent)
-    return [file, *(other.relative_to(SHIPPED).as_posix() for other in named)]
+    values, settings = read_yaml(path)[0], kind_of(path).files
+    texts = [get_at(values, setting) for setting in (*settings.paths, *settings.hub_ids_or_paths)]
+    named = [(path.parent / text).resolve() for text in texts if isinstance(text, str)]
+    return [file, *(other.relative_to(SHIPPED).as_posix() for other in named if other.is_file())]

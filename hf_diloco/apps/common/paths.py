@@ -53,13 +53,6 @@ def resolve_paths(
             set_at(values, path, [file for pattern in patterns for file in _expand(pattern, folders, path, origins)])
 
 
-def files_named(values: dict[str, Any], named: NamedFiles, folder: Path) -> list[Path]:
-    """Returns the existing files that a run file in `folder` names, such as its DeepSpeed configuration."""
-    texts = [get_at(values, path) for path in (*named.paths, *named.hub_ids_or_paths)]
-    candidates = [(folder / text).resolve() for text in texts if isinstance(text, str)]
-    return [path for path in candidates if path.is_file()]
-
-
 def _expand(pattern: str, folders: Sequence[Path], path: KeyPath, origins: Mapping[KeyPath, str]) -> list[str]:
     if "://" in pattern:
         return [pattern]
