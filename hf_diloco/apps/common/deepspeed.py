@@ -79,9 +79,8 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
     if type(stage) is not int or stage not in range(4):  # with "auto" Accelerate would choose
         raise ConfigError(f"deepspeed: zero_optimization.stage: give one of the numbers 0 to 3, got {stage!r}")
     zero = {key: value for key, value in zero.items() if value is not None or key not in _OFFLOADS}
-    config = {**config, "zero_optimization": zero}
-    refuse_unreadable_masters(config, run.meeting.enabled)
-    if zero.get("stage") == 3:
+    refuse_unreadable_masters({**config, "zero_optimization": zero}, run.meeting.enabled)
+    if stage == 3:
         zero = {"stage3_gather_16bit_weights_on_model_save": True, **zero}
         if str(optimizer.get("type")).lower() == "muon":
             zero = {"reduce_scatter": False, **zero}
@@ -90,10 +89,9 @@ def deepspeed_config(run: BaseRun) -> dict[str, Any] | None:
                     "deepspeed: Muon under ZeRO-3 needs whole gradients: set zero_optimization.reduce_scatter to "
                     "false, or leave it out"
                 )
-        config = {**config, "zero_optimization": zero}
     from_training = dict.fromkeys(_OF_TRAINING, "auto")  # transformers fills it in, into a copy
     given = {name: value for name, value in config.items() if value is not None or name not in _OF_TRAINING}
-    own: dict[str, Any] = json.loads(json.dumps({**from_training, **given}))
+    own: dict[str, Any] = json.loads(json.dumps({**from_training, **given, "zero_optimization": zero}))
     return own
 
 

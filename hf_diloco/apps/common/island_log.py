@@ -17,8 +17,7 @@ LOG_FILE = "log.txt"
 
 
 def open_log(folder: Path, name: str, start: str) -> TextIO:
-    """Opens an island's log, locks it until this process and all children that inherit it have closed it, and notes
-    the start with the time.
+    """Opens an island's log and notes the start; locks it until this process and all heirs of it have closed it.
 
     Creates the folder if necessary; `name` is what errors call the island.
 
