@@ -48,10 +48,7 @@ def configuration(num_processes: int, deepspeed: bool, num_machines: int = 1) ->
 
 
 def read_configuration(path: Path, deepspeed: bool, fsdp: bool) -> dict[str, Any]:
-    """Reads a user's own Accelerate configuration file.
-
-    Raises `ConfigError` if it is missing, not a mapping, or cannot start one island on this machine.
-    """
+    """Reads a user's own Accelerate configuration; raises `ConfigError` if it cannot start one island here."""
     try:
         values, _ = read_yaml(path)
     except ConfigError as error:

@@ -37,10 +37,7 @@ def cuda_devices() -> list[str]:
 
 
 def ask_driver() -> tuple[int, str]:
-    """Returns exit code and output of `nvidia-smi -L`; 0 and "" if it is not installed.
-
-    Raises `ConfigError` if it does not answer.
-    """
+    """Returns exit code and output of `nvidia-smi -L`, 0 and "" without it; `ConfigError` if it does not answer."""
     if shutil.which("nvidia-smi") is None:
         return 0, ""
     try:
@@ -89,10 +86,7 @@ def _container_cores() -> int | None:
 
 
 def fitting_threads(num_processes: int) -> str:
-    """Returns the threads of each process: OMP_NUM_THREADS, else this machine's cores divided by `num_processes`.
-
-    Raises `ConfigError` if OMP_NUM_THREADS is not a positive integer.
-    """
+    """Returns OMP_NUM_THREADS, else cores / `num_processes`; raises `ConfigError` unless it is a positive integer."""
     given = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_processes))
     if not given.isdecimal() or int(given) < 1:
         raise ConfigError(f"OMP_NUM_THREADS={given}: give a number of threads from 1 on, or unset it")

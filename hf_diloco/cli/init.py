@@ -79,10 +79,7 @@ def init(
 
 
 def _write(folder: Path, files: Mapping[str, str], force: bool) -> None:
-    """Writes files into a folder, which is created if missing.
-
-    Raises `ConfigError` if a file exists and `force` is false, or the folder cannot be written to.
-    """
+    """Writes files into a folder; raises `ConfigError` if one exists, unless `force`, or it cannot be written to."""
     present = [name for name in files if (folder / name).exists()]
     if present and not force:
         raise ConfigError(

@@ -57,10 +57,7 @@ _LAUNCHER_REPORT = re.compile(r"torch/distributed/elastic/.* failed \(exitcode:"
 
 
 def clean(line: str) -> str:
-    """Returns the text that a terminal would show after carriage returns, without control sequences.
-
-    Removes a progress bar at the beginning of a line.
-    """
+    """Returns the text that a terminal would show, without control sequences and a progress bar at its beginning."""
     return _BAR.sub("", _CONTROL.sub("", line.rstrip("\r\n").rsplit("\r", 1)[-1]).rstrip())
 
 

@@ -129,7 +129,6 @@ def _with_program(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _name(command: Sequence[str]) -> str:
-    """Returns the run's name: the script's name without its extension."""
     scripts = [Path(word).stem for word in command if word.endswith(".py")]
     modules = [word for flag, word in pairwise(command) if flag == "-m" and word not in _LAUNCHERS]
     return (scripts or modules or [Path(command[0]).name])[0]

@@ -301,7 +301,6 @@ def _goes_on(record: IslandRun) -> bool:
 
 
 def _state(record: IslandRun) -> str:
-    """Returns the island's last reported state, for a record without an end."""
     state, message = record.progress.get("state"), record.progress.get("message")
     if state == "failed":
         return f" (it failed: {message})" if message else " (it failed)"
@@ -309,7 +308,6 @@ def _state(record: IslandRun) -> str:
 
 
 def _absences(run: Run) -> Iterator[str]:
-    """Yields the rounds that each island was absent from, where islands come and go."""
     parts = {sync.round: set(sync.participants or ()) for island in run.islands for sync in island.of(Sync)}
     for island in run.islands:
         absent = [number for number, islands in sorted(parts.items()) if islands and island.island not in islands]

@@ -53,10 +53,7 @@ _OF_THE_MODEL = ("params", "model", "optimizer_dict")  # some optimizers take th
 
 
 def check_names(training: dict[str, Any]) -> None:
-    """Checks only the names in a `training:` block, without importing transformers, which takes seconds.
-
-    Calls `check_training` if a name is unknown.
-    """
+    """Checks names in a `training:` block without importing transformers; calls `check_training` for unknown ones."""
     spec = importlib.util.find_spec("transformers")
     for folder in (spec and spec.submodule_search_locations) or ():
         tree = ast.parse((Path(folder) / "training_args.py").read_text(encoding="utf-8"))

@@ -240,10 +240,7 @@ def _check_scheduler(config: dict[str, Any], lr: float) -> None:
 def _find_type(
     config: dict[str, Any], block: str, torch_has: ModuleType, known: list[str], spell: Callable[[str], str] = str
 ) -> str:
-    """Returns the type in a block; "" without the block.
-
-    Raises `ConfigError` if the type is missing, or neither DeepSpeed nor PyTorch has it.
-    """
+    """Returns the type in a block, "" without the block; raises `ConfigError` if it is missing or unknown."""
     if block not in config:
         return ""
     name = config[block].get("type")
@@ -256,7 +253,6 @@ def _find_type(
 
 
 def _left_auto(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the settings that are still "auto"."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _left_auto(value, f"{prefix}{key}.")

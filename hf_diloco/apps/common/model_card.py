@@ -74,10 +74,7 @@ class Training:
 
 
 def write_card(model_folder: Path, run_folder: Path, training: Training) -> None:
-    """Writes README.md into a model's folder, from the run's present record. Only logs a failure to write.
-
-    `run_folder` has the records of the islands or nodes of this machine.
-    """
+    """Writes README.md into a model's folder, from the records in `run_folder`; only logs a failure to write."""
     from hf_diloco.report import load_run, summarise
     from hf_diloco.report.rows import overview
 

@@ -119,7 +119,6 @@ def check_folder(run: BaseRun, island: int | None = None) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raises `ConfigError` unless a folder exists or can be created, and this user may write to it."""
     place = folder
     try:
         while not place.exists() and not place.is_symlink():

@@ -170,10 +170,7 @@ def train_on(
 
 @contextmanager
 def loading(checkpoint: Path | None) -> Iterator[None]:
-    """Wraps a Trainer's loading of the checkpoint and training, to explain a checkpoint of another model.
-
-    Raises `CheckpointError` if the checkpoint's weights do not fit the model.
-    """
+    """Raises `CheckpointError` if a Trainer inside loads a checkpoint whose weights do not fit the model."""
     try:
         yield
     except RuntimeError as error:

@@ -139,10 +139,7 @@ def _eval_blocks(source: Iterator[str], encoder: Encoder, data: DataBlock) -> Pa
 
 
 def _hold_out(documents: Dataset, encoder: Encoder, data: DataBlock) -> tuple[PackedDataset, int]:
-    """Takes as many documents as evaluation needs, in the order of their hashes.
-
-    Returns the evaluation blocks, and the hash up to which documents are excluded from training.
-    """
+    """Takes the documents that evaluation needs, by their hashes; returns its blocks, and the last hash taken."""
     hashes = _hashes(documents)
     order = np.argsort(hashes, kind="stable")
     used = 0

@@ -38,10 +38,7 @@ _DOCTEST = re.compile(r"^\s*(>>>|\.\.\.)( |$)")
 
 
 def embedded_documents() -> list[str]:
-    """Returns the documents, in an order that depends only on the version of Python.
-
-    Raises `ConfigError` if this Python comes without its sources.
-    """
+    """Returns the documents, ordered by the version of Python alone; raises `ConfigError` without its sources."""
     kept = list(_documents(_standard_library(), _cache_folder()))
     if len(kept) < 500:
         raise ConfigError(

@@ -121,7 +121,6 @@ def pack_first(texts: Iterable[str], encoder: Encoder, sequence_length: int, num
 
 
 def _pack(documents: list[list[int]], sequence_length: int) -> PackedDataset:
-    """Packs tokenised documents, in memory."""
     from datasets import Dataset
 
     return PackedDataset(Dataset.from_dict({"input_ids": documents}, _features()), sequence_length)
