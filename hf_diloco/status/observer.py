@@ -113,8 +113,8 @@ class Observer:
         while any(island.presence == "unknown" for island in status.islands):
             self._clock.sleep(_POLL_SECONDS)
             self._refused = {}
-            by_folder = _by_folder(self._store.entries("incarnations")), _by_folder(self._store.entries("heartbeats"))
-            if all(island.presence != "unknown" for island in self._islands(*by_folder, newest_round=0)):
+            entries = [*self._store.entries("incarnations"), *self._store.entries("heartbeats")]
+            if all(island.presence != "unknown" for island in self._islands(entries, newest_round=0)):
                 status = self.look()
         return status
 
@@ -123,16 +123,12 @@ class Observer:
         self._refused = {}
         entries = self._store.entries()
         self._follow(entries)
-        below: dict[str, list[Entry]] = {}
-        for entry in entries:
-            below.setdefault(entry.path.partition("/")[0], []).append(entry)
-        rounds = self._last_rounds(_group_rounds(below.get("rounds", [])))
-        snapshot = self._newest_snapshot(below.get("snapshots", []))
+        rounds = self._last_rounds(_group_rounds(entries))
+        snapshot = self._newest_snapshot(entries)
         committed = [status.round for status in rounds if status.state == "committed"]
         newest = max([*committed, snapshot.round if snapshot else 0])
-        incarnations, heartbeats = _by_folder(below.get("incarnations", [])), _by_folder(below.get("heartbeats", []))
-        islands = self._islands(incarnations, heartbeats, newest)
-        begun = self._incarnation(incarnations.get(self._run.by, {}).get(1))
+        islands = self._islands(entries, newest)
+        begun = self._incarnation(_by_island(entries, "incarnations").get(self._run.by, {}).get(1))
         num_rounds = self._run.num_rounds
         known = [status.seconds for status in rounds if status.seconds is not None]
         return RunStatus(
@@ -164,7 +160,8 @@ class Observer:
 
     # Islands
 
-    def _islands(self, incarnations: ByIsland, heartbeats: ByIsland, newest_round: int) -> list[IslandStatus]:
+    def _islands(self, entries: Sequence[Entry], newest_round: int) -> list[IslandStatus]:
+        incarnations, heartbeats = _by_island(entries, "incarnations"), _by_island(entries, "heartbeats")
         found = []
         for island in sorted(incarnations.keys() | heartbeats.keys()):
             of_island, its_heartbeats = incarnations.get(island, {}), heartbeats.get(island, {})
@@ -286,7 +283,8 @@ class Observer:
     def _newest_snapshot(self, entries: Sequence[Entry]) -> SnapshotStatus | None:
         folders: dict[str, list[Entry]] = {}
         for entry in entries:
-            folders.setdefault(entry.path.rpartition("/")[0], []).append(entry)
+            if entry.path.startswith("snapshots/"):
+                folders.setdefault(entry.path.rpartition("/")[0], []).append(entry)
         for folder in sorted(folders, reverse=True):
             parts = [entry for entry in folders[folder] if entry.path.endswith(".json")]
             found = self._snapshot(folder, parts) if round_of(f"{folder}/") >= 0 else None
@@ -343,11 +341,11 @@ def observe(rendezvous: str, key: bytes, num_rounds: int, timeout: float = TIMEO
     return Observer(store, key, num_rounds, url=rendezvous)
 
 
-def _by_folder(entries: Sequence[Entry]) -> ByIsland:
+def _by_island(entries: Sequence[Entry], folder: str) -> ByIsland:
     """Groups entries such as incarnations/I/N.json."""
     found: dict[int, dict[int, Entry]] = {}
     for entry in entries:
-        if match := re.fullmatch(r"\w+/(\d{1,6})/(\d{1,9})\.json", entry.path):
+        if match := re.fullmatch(rf"{folder}/(\d{{1,6}})/(\d{{1,9}})\.json", entry.path):
             found.setdefault(int(match[1]), {})[int(match[2])] = entry
     return found
 
