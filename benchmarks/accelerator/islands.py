@@ -95,7 +95,7 @@ def train(
             for number in range(num_islands):
                 ranks = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(next(ports))]
                 command = [sys.executable, *(ranks if torchrun else []), "train_lm.py", str(path)]
-                environment = island_environment(number, num_islands, rendezvous, "1" if use_cpu else "4", [])
+                environment = island_environment(number, num_islands, rendezvous, 1 if use_cpu else 4, [])
                 islands.append(processes.spawn(command, env=environment))
         for island in islands:
             island.wait(timeout=400)

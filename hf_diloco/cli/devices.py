@@ -85,12 +85,12 @@ def _container_cores() -> int | None:
     return max(1, int(quota) // int(period))
 
 
-def fitting_threads(num_processes: int) -> str:
+def fitting_threads(num_processes: int) -> int:
     """Returns OMP_NUM_THREADS, else cores / `num_processes`; raises `ConfigError` unless it is a positive integer."""
     given = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // num_processes))
     if not given.isdecimal() or int(given) < 1:
         raise ConfigError(f"OMP_NUM_THREADS={given}: give a number of threads from 1 on, or unset it")
-    return given
+    return int(given)
 
 
 def describe_crowding(

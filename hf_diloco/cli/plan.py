@@ -155,7 +155,7 @@ def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
         for number in numbers:
             find_credentials(run.meeting, number, run.unit)
     shares = _devices(run, len(numbers), num_processes)
-    threads = str(run.launch.threads or devices.fitting_threads(len(numbers) * num_processes))
+    threads = run.launch.threads or devices.fitting_threads(len(numbers) * num_processes)
     islands = []
     for number, main_process_port, share in zip(numbers, ports, shares, strict=True):
         check_folder(run, number)
@@ -171,13 +171,13 @@ def make_plan(run: BaseRun, options: LaunchOptions) -> Plan:
         environment = island_environment(number, run.meeting.num_islands, rendezvous, threads, share)
         files = {} if config_file else {own_file: accelerate.configuration(num_processes, run.deepspeed is not None)}
         islands.append(IslandPlan(number, folder, tuple(command), environment, files, run.unit))
-    crowding = devices.describe_crowding(run.unit, len(numbers), num_processes, int(threads), shares)
+    crowding = devices.describe_crowding(run.unit, len(numbers), num_processes, threads, shares)
     survives = run.meeting.survives_losses
     return Plan(run.folder, run.meeting.num_islands, tuple(islands), rendezvous, survives, crowding)
 
 
 def island_environment(
-    number: int, num_islands: int, rendezvous: str | None, threads: str, share: Sequence[str]
+    number: int, num_islands: int, rendezvous: str | None, threads: int, share: Sequence[str]
 ) -> dict[str, str | None]:
     """Returns the environment variables of an island's processes, for any program; None removes a variable.
 
@@ -190,7 +190,7 @@ def island_environment(
         ENV_RENDEZVOUS: rendezvous,
         "HF_DILOCO_LAUNCHED": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or LOOPBACK,
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(threads),
         "GOMP_SPINCOUNT": _spins(),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -107,7 +107,7 @@ def plan_script(
         environment[ENV_FOLDER] = str(own_folder.absolute())
         own_command = _with_port(command, main_process_port, len(numbers))
         islands.append(IslandPlan(number, own_folder, own_command, environment, {}))
-    crowding = devices.describe_crowding("island", len(numbers), num_processes, int(threads), shares)
+    crowding = devices.describe_crowding("island", len(numbers), num_processes, threads, shares)
     return Plan(folder, total, tuple(islands), place, meeting.survives_losses, crowding)
 
 
