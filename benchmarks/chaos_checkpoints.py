@@ -2,12 +2,14 @@
 
     python benchmarks/chaos_checkpoints.py                      # 100 kills of one island of two ranks under ZeRO-2
     python benchmarks/chaos_checkpoints.py --islands 2          # 100 kills of two islands over tcp://
+    python benchmarks/chaos_checkpoints.py --islands 2 --ranks 2 --sharding fsdp2 --delay 1
     python benchmarks/chaos_checkpoints.py --disk               # no space left, at every page of a checkpoint
 
 Kills: a training that saves after every step, and keeps one checkpoint, is killed (SIGKILL, all ranks, or of two
 islands sometimes one) at a random moment of a save, and started again from what its callback finds, until all kills
 are done; then it is let end. Its checkpoints, what it resumed from, and its last weights are held against those of a
-training that nobody disturbed.
+training that nobody disturbed. With `--delay` all islands are killed together: what one trains after it has lost
+another goes into its next round, as docs/streaming.md says, and so the weights would be others.
 
 Disk: the folder is on a small disk of its own (tmpfs, in a mount namespace; needs `unshare -rm`), of which in every
 second step only so many pages are free: 0, 1, 2, and so on, to more than a checkpoint takes.
@@ -53,11 +55,11 @@ PRELOAD = (
 """Imported once, by the process of which all others are forks: a start then takes a second, not ten."""
 
 STUCK_SECONDS = 180.0
-ZERO2: dict[str, Any] = {
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": 100_000},
-    "zero_force_ds_cpu_optimizer": False,
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
+SHARDINGS = ("zero1", "zero2", "zero3", "fsdp2")
+FSDP2: dict[str, Any] = {
+    "fsdp_version": 2,
+    "state_dict_type": "SHARDED_STATE_DICT",
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
 }
 _PAGE = 4096
 _ENDLESS = 1_000_000
@@ -71,8 +73,10 @@ class Job:
     Attributes:
         folder: an island's checkpoints are in FOLDER/island-K.
         num_islands: islands, which meet over tcp://.
-        num_ranks: of each; more than one train under ZeRO-2.
+        num_ranks: of each.
+        sharding: one of `SHARDINGS`, what several ranks train under.
         max_steps: optimizer steps; a checkpoint follows each.
+        delay: None: training waits for rounds. Else in two fragments, each round behind so many inner steps.
         free_pages: of the disk, by step; all, where a step is not named.
         ports: for the ranks of each island, and for the islands.
     """
@@ -80,9 +84,11 @@ class Job:
     folder: str
     num_islands: int = 1
     num_ranks: int = 2
+    sharding: str = "zero2"
     max_steps: int = 20
     sync_every: int = 3
     save_steps: int = 1
+    delay: int | None = None
     free_pages: dict[int, int] = field(default_factory=dict)
     ports: tuple[int, ...] = ()
 
@@ -111,8 +117,9 @@ def train(job: Job, island: int, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1)
     trainer, checkpoint = _assemble(job, island)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    digest = _digest(trainer)
     if rank == 0:
-        (job.island(island) / "weights").write_text(_digest(trainer))
+        (job.island(island) / "weights").write_text(digest)
     if job.num_ranks > 1:
         import torch.distributed as dist
 
@@ -122,17 +129,12 @@ def train(job: Job, island: int, rank: int) -> None:
 
 def _assemble(job: Job, island: int) -> tuple[Trainer, Path | None]:
     import torch
+    from accelerate.utils import DistributedType
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     from hf_diloco import DiLoCoCallback
 
     torch.set_num_threads(1)
-    own: dict[str, Any] = {}
-    if job.num_ranks > 1:
-        import deepspeed.ops
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        own = {"deepspeed": ZERO2}
     args = TrainingArguments(
         output_dir=str(job.island(island)),
         use_cpu=True,
@@ -146,8 +148,10 @@ def _assemble(job: Job, island: int) -> tuple[Trainer, Path | None]:
         report_to=[],
         disable_tqdm=True,
         seed=7,
-        **own,
+        **_sharding(job),
     )
+    if job.num_ranks > 1 and job.sharding == "fsdp2":
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # else Accelerate leaves FSDP out
     torch.manual_seed(1)
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -157,6 +161,7 @@ def _assemble(job: Job, island: int) -> tuple[Trainer, Path | None]:
     }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
     rendezvous = f"tcp://127.0.0.1:{job.ports[-1]}" if job.num_islands > 1 else None
+    streamed: dict[str, Any] = {} if job.delay is None else {"num_fragments": 2, "fragment_sync_delay": job.delay}
     callback = DiLoCoCallback(
         sync_every=job.sync_every,
         num_islands=job.num_islands,
@@ -164,6 +169,7 @@ def _assemble(job: Job, island: int) -> tuple[Trainer, Path | None]:
         rendezvous=rendezvous,
         join_timeout=60,
         outer_momentum=0.5,
+        **streamed,
     )
     tokens = torch.randint(64, (512, 16), generator=torch.Generator().manual_seed(island))
     data = [{"input_ids": row, "labels": row} for row in tokens]
@@ -172,6 +178,20 @@ def _assemble(job: Job, island: int) -> tuple[Trainer, Path | None]:
         callbacks.append(_disk_callback(job))
     trainer = Trainer(model, args, train_dataset=data, callbacks=callbacks)
     return trainer, callback.common_checkpoint(job.island(island))
+
+
+def _sharding(job: Job) -> dict[str, Any]:
+    """What TrainingArguments are told of it."""
+    if job.num_ranks == 1:
+        return {}
+    if job.sharding == "fsdp2":
+        return {"fsdp": True, "fsdp_config": FSDP2}
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    zero = {"stage": int(job.sharding[-1]), "reduce_bucket_size": 100_000}
+    auto = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    return {"deepspeed": {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **auto}}
 
 
 def _disk_callback(job: Job) -> Any:
@@ -209,12 +229,18 @@ def _fill(ballast: Path, free_pages: int) -> None:
 
 
 def _digest(trainer: Trainer) -> str:
+    """Of the weights, which all ranks bring together."""
+    import deepspeed
     import xxhash
+    from torch.distributed.tensor import DTensor
 
     assert trainer.model is not None
     digest = xxhash.xxh3_128()
     for name, parameter in sorted(trainer.model.named_parameters()):
-        digest.update(name.encode() + parameter.detach().contiguous().view(-1).numpy().tobytes())
+        with deepspeed.zero.GatheredParameters(parameter, enabled=hasattr(parameter, "ds_id")):
+            value = parameter.detach()
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            digest.update(name.encode() + value.contiguous().view(-1).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -372,7 +398,7 @@ def _kill_once(job: Job, life: Life, rng: random.Random) -> str:
         life.kill(range(job.num_islands))
         return f"ended or stuck after step {newest}, exit codes {codes}"
     time.sleep(rng.uniform(0.0, 1.2 * save_seconds))
-    everyone = rng.random() < 0.8
+    everyone = job.delay is not None or rng.random() < 0.8
     life.kill(range(job.num_islands) if everyone else [victim])
     is_whole = _has_index(folder, _newest_step(folder))
     life.wait()  # of two islands the other writes a checkpoint, and ends
@@ -540,25 +566,28 @@ def main() -> int:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--islands", type=int, default=1, help="1: of two ranks under ZeRO-2; more: of one rank each")
+    parser.add_argument("--islands", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disk", action="store_true", help="no space left instead of kills")
-    parser.add_argument("--ranks", type=int, default=2, help="of one island; more than 1: under ZeRO-2")
+    parser.add_argument("--ranks", type=int, help="of each island; default: 2 of one island, 1 of several")
+    parser.add_argument("--sharding", choices=SHARDINGS, default="zero2", help="what several ranks train under")
+    parser.add_argument("--delay", type=int, help="stream: fragment_sync_delay of two fragments")
     parser.add_argument("--stride", type=int, default=1, help="pages more each time, with --disk")
     options = parser.parse_args()
-    num_ranks = options.ranks if options.islands == 1 else 1
+    num_ranks = options.ranks or (2 if options.islands == 1 else 1)
+    what = {"num_ranks": num_ranks, "sharding": options.sharding, "delay": options.delay}
     if options.disk:
-        return on_small_disk(sys.argv, 16, lambda: _show(_on_disk(options.ranks, options.stride)))
+        return on_small_disk(sys.argv, 16, lambda: _show(_on_disk(what, options.stride)))
     folder = tempfile.mkdtemp()
-    job = Job(f"{folder}/run", options.islands, num_ranks)
+    job = Job(f"{folder}/run", options.islands, **what)
     code = _show(kill_while_saving(job, options.kills, random.Random(options.seed)))
     if code == 0:
         shutil.rmtree(folder)
     return code
 
 
-def _on_disk(num_ranks: int, stride: int) -> Verdict:
-    return fill_the_disk(Job(os.environ["HF_DILOCO_SMALL_DISK"] + "/run", num_ranks=num_ranks), stride)
+def _on_disk(what: dict[str, Any], stride: int) -> Verdict:
+    return fill_the_disk(Job(os.environ["HF_DILOCO_SMALL_DISK"] + "/run", **what), stride)
 
 
 def _show(verdict: Verdict) -> int:
