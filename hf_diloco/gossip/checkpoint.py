@@ -34,7 +34,7 @@ from hf_diloco.outer.manifest import (
     write_record,
 )
 from hf_diloco.utils.files import telling
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.text import name_all
 
 RECORD = "gossip.json"
 """Name of the record, the last file that is written into a checkpoint."""
@@ -212,12 +212,11 @@ class Resumption:
         Args:
             held: complete checkpoints of each node.
         """
-        which = f"{plural('node', len(self.late))} {numbers(self.late)}"
+        which = name_all(self.late, "node")
         return (
             f"{which} {'lacks' if len(self.late) == 1 else 'lack'} the checkpoint of step {self.step}, from which "
-            f"{plural('node', len(self.holders))} {numbers(self.holders)} "
-            f"{'goes' if len(self.holders) == 1 else 'go'} on ({_listing(held)}): {which} "
-            f"{'enters' if len(self.late) == 1 else 'enter'} with their mean, and without momentum"
+            f"{name_all(self.holders, 'node')} {'goes' if len(self.holders) == 1 else 'go'} on ({_listing(held)}): "
+            f"{which} {'enters' if len(self.late) == 1 else 'enter'} with their mean, and without momentum"
         )
 
 

@@ -30,7 +30,7 @@ from hf_diloco.methods.topology import Topology
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import RateLimit, Traffic
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.text import name_all
 from hf_diloco.utils.waiting import WaitNotes
 
 
@@ -45,8 +45,6 @@ class MeshNeighbours(Neighbours):
 
     Args:
         store: the rendezvous, hosted by node 0; see `store.tcp_store.meet`.
-        topology: the graph; the same on all nodes.
-        node: this node's number, from 0.
         address: local address to listen on, as the neighbours see it.
         members: heartbeats of this node, which enters here and leaves at `close`, and of the others.
         connect_timeout: seconds to wait for all neighbours at the start, and for shared records.
@@ -54,8 +52,8 @@ class MeshNeighbours(Neighbours):
             node is given more.
         rate_limit: limit on all that this node sends. Default: none.
         name: identifies the mesh in the store.
-        notes: log for which nodes this node waits. Default: a new `hf_diloco.utils.waiting.WaitNotes`.
-        key: the shared key, which authenticates nodes to each other and encrypts their traffic. Default: none.
+        notes: log for which nodes this node waits.
+        key: authenticates nodes to each other, and encrypts their traffic. Default: none.
 
     Attributes:
         peers: all nodes with which this node mixes at some step.
@@ -96,7 +94,6 @@ class MeshNeighbours(Neighbours):
         self._news: list[str] = []
         self._endpoint = Endpoint(store, node, address, exchange_timeout, rate_limit or RateLimit(), key)
         self._connect_timeout = connect_timeout
-        self._exchange_timeout = exchange_timeout
         self._notes = notes or WaitNotes(node, "node")
         self._board = Board(store, name)
         self._num_shared: dict[str, int] = {}
@@ -127,7 +124,7 @@ class MeshNeighbours(Neighbours):
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
         num_bytes = sum(sum(piece.bytes_to.values()) for piece in pieces)
         what, otherwise = "node sends in a step", "choose a graph with fewer neighbours"
-        self._endpoint.rate_limit.check(num_bytes, what, self._exchange_timeout, otherwise)
+        self._endpoint.rate_limit.check(num_bytes, what, self._endpoint.timeout, otherwise)
         has_company = any(piece.bytes_to or piece.bytes_from for piece in pieces)
         if has_company:
             self._check_peers_left()
@@ -174,8 +171,8 @@ class MeshNeighbours(Neighbours):
             if self._reception.has_begun:
                 remedy = f"A further training begins on all nodes alike. If they go on with this one: {self._remedy()}"
             raise IslandLostError(
-                f"{plural('node', len(missing))} {numbers(missing)} did not publish the record {topic!r} within "
-                f"{self._connect_timeout:g} s. {remedy}",
+                f"{name_all(missing, 'node')} did not publish the record {topic!r} within {self._connect_timeout:g} "
+                f"s. {remedy}",
                 missing,
             )
         return list(records.values())
@@ -239,10 +236,9 @@ class MeshNeighbours(Neighbours):
 
     def enter(self, x: torch.Tensor) -> int:
         host = x.cpu()
-        is_in_step, timeout = self._published is None, self._exchange_timeout
-        if not is_in_step:
-            timeout += self._connect_timeout  # a step of a neighbour may take long
-        kind = Entry if is_in_step else FreeEntry
+        kind, timeout = Entry, self._endpoint.timeout
+        if self._published is not None:
+            kind, timeout = FreeEntry, timeout + self._connect_timeout  # a step of a neighbour may take long
         entry = kind(self._joining, self._edges, self._straggler_timeout, timeout, self._give_up)
         with self._is_swapping:
             step = entry.take(host)
@@ -252,7 +248,6 @@ class MeshNeighbours(Neighbours):
         return step
 
     def take_events(self) -> list[str]:
-        """Returns what happened to other nodes since the last call: lines for a log, in order."""
         news, self._news = self._news, []
         return news
 
@@ -325,8 +320,8 @@ class MeshNeighbours(Neighbours):
             del self.lost[node]
         if absent:
             self._news.append(
-                f"the average of all nodes is over {plural('node', len(members))} {numbers(members)} from now on, "
-                f"without {plural('node', len(absent))} {numbers(absent)}"
+                f"the average of all nodes is over {name_all(members, 'node')} from now on, without "
+                f"{name_all(absent, 'node')}"
             )
         elif before:
             self._news.append("the average of all nodes includes all of them again")

@@ -27,7 +27,7 @@ from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
 from hf_diloco.gossip.records import Record, whole_number
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.text import name_all
 from hf_diloco.utils.waiting import WaitNotes
 
 MAX_ATTEMPTS = 5
@@ -45,9 +45,6 @@ class GroupAverage:
     fourth, ... miss in a row, as a node that is always too slow would delay every average.
 
     Args:
-        endpoint: this node's.
-        board: the records through which nodes form groups.
-        num_nodes: n.
         find_lost: returns the neighbours that this node has lost.
         is_new: whether this node was restarted, while others may have averaged before.
         notes: log for which nodes this node waits.
@@ -124,7 +121,6 @@ class GroupAverage:
         return traffic
 
     def close(self) -> None:
-        """Disconnects from the group."""
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -156,11 +152,9 @@ class GroupAverage:
     # Groups.
 
     def _form_group(self, has_mean: bool) -> bool:
-        """Connects the nodes that are present as a new group.
+        """Connects the nodes that are present as a new group, unless a node has gone on with the mean.
 
-        Returns:
-            Whether all members that are at the group's earliest average have its mean. If a node has already gone on
-            with it, no group is formed.
+        Returns whether all members that are at the group's earliest average have its mean.
         """
         if self._is_new and not self._num_attempts:
             self._attempt = whole_number(self._board.read("attempt") or {"number": 0}, "number", KEEPER)
@@ -243,8 +237,8 @@ class GroupAverage:
                 "Start this node again, alone, by the same command, and it returns; with pmsgd, start all nodes again"
             )
             raise IslandLostError(
-                f"{plural('node', len(members))} {numbers(members)} average without this one, node {self._node}, "
-                f"which came too late. {self._miss(remedy)}. If it is often late, raise exchange_timeout",
+                f"{name_all(members, 'node')} average without this one, node {self._node}, which came too late. "
+                f"{self._miss(remedy)}. If it is often late, raise exchange_timeout",
                 members,
             )
         if others and members == (self._node,):
@@ -253,7 +247,7 @@ class GroupAverage:
 
     def _nobody_came(self, others: Collection[int]) -> IslandLostError:
         return IslandLostError(
-            f"{plural('node', len(others))} {numbers(others)} did not join the average. "
+            f"{name_all(others, 'node')} did not join the average. "
             f"{self._miss('No other is left: start all nodes again from their checkpoints')}",
             others,
         )

@@ -24,16 +24,7 @@ _FOREVER = timedelta(days=3650)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How a node connects to others, and they to it.
-
-    Attributes:
-        store: the rendezvous.
-        node: this node.
-        address: local address to listen on, as the others see it.
-        timeout: timeout of an exchange in seconds.
-        rate_limit: limit on all that this node sends. Default: none.
-        key: see `Lane`.
-    """
+    """How a node connects to others, and they to it; for the fields see `Lane`. `timeout` is that of an exchange."""
 
     store: ValueStore
     node: int
@@ -48,9 +39,9 @@ class Endpoint:
         """Returns this node's end of a lane between some nodes.
 
         Args:
-            name: of the lane, unique in the store.
+            name: unique in the store.
             members: the nodes to connect, this one included, in the order of their numbers.
-            timeout: timeout for connecting in seconds.
+            timeout: seconds to connect in.
             meanwhile: polled while this node waits for others; an exception that it raises ends the wait.
         """
 
@@ -81,8 +72,7 @@ class Edge:
         name: of the mesh, unique in the store.
         peer: the neighbour.
         life: distinguishes this edge from earlier ones between the two nodes; the same at both ends.
-        timeout: timeout for connecting in seconds.
-        meanwhile: see `Endpoint.lane`.
+        timeout, meanwhile: see `Endpoint.lane`.
 
     Raises:
         IslandLostError: the neighbour did not connect within the timeout.
@@ -110,19 +100,11 @@ class Edge:
         return Transfers()
 
     def receive(self, tensor: torch.Tensor, transfers: Transfers, with_checksum: bool = True) -> None:
-        """Starts receiving; `tensor` is complete once the transfers have been waited for.
-
-        Raises:
-            IslandLostError: the connection has broken.
-        """
+        """Starts receiving; `tensor` is complete once `wait` returns. Raises `IslandLostError` on a broken edge."""
         self._links.receive(tensor, self._other_end, self._tag, transfers, with_checksum)
 
     def send(self, tensor: torch.Tensor, transfers: Transfers, with_checksum: bool = True) -> None:
-        """Starts sending; `tensor` must not change until the transfers have been waited for.
-
-        Raises:
-            IslandLostError: the connection has broken.
-        """
+        """Starts sending; `tensor` must not change until `wait` returns. Raises `IslandLostError` as `receive`."""
         self._links.send(tensor, self._other_end, self._tag, transfers, with_checksum)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
@@ -179,11 +161,8 @@ def connect_edges(
     """Connects to several neighbours concurrently, as each connection takes many round trips.
 
     Args:
-        endpoint: this node's.
-        name: of the mesh, unique in the store.
-        lives: the `life` of the edge to each neighbour; see `Edge`.
-        timeout: timeout for connecting in seconds.
-        meanwhile: see `Endpoint.lane`; called with the neighbour.
+        lives: the `life` of the edge to each neighbour; for the other arguments see `Edge`.
+        meanwhile: called with the neighbour.
 
     Returns:
         The edges, by neighbour, and the neighbours that did not connect.

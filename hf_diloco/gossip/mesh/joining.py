@@ -21,7 +21,7 @@ from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord
 from hf_diloco.store.long_poll import looking_once
 from hf_diloco.store.tcp_store import who_did_not_fit
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.text import name_all
 from hf_diloco.utils.waiting import WaitNotes
 
 LOOK_SECONDS = 0.5
@@ -45,11 +45,7 @@ class Announcement(NamedTuple):
 
 
 class Discovery:
-    """Announces one node to the others, and listens to them, through heartbeats.
-
-    Args:
-        members: this node and the others.
-    """
+    """Announces one node to the others, and listens to them, through heartbeats."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
@@ -96,11 +92,8 @@ class Joining:
         notes: log for which nodes this node waits.
 
     Attributes:
-        board: the mesh's records in the store.
-        node: this node.
         start: which of this node's starts this is, from 1.
         starts: how often each neighbour was started, as far as this node has seen.
-        discovery: announces which nodes this node misses.
         published: this node's end of published payloads; None if nodes do not publish.
 
     Raises:
@@ -158,7 +151,11 @@ class Joining:
             for edge in edges.values():
                 edge.close()  # or those neighbours would wait for this node, which is about to end
             if (took := time.monotonic() - begun) < self._connect_timeout:
-                raise _broken_off(missing, took)
+                raise IslandLostError(
+                    f"{name_all(missing, 'node')} broke off after {took:.1f} s, while connecting to this node. Look "
+                    "at what ended them, and start all nodes again",
+                    missing,
+                )
             raise _not_connected(missing, self._endpoint.address, self._connect_timeout)
         return edges
 
@@ -220,7 +217,7 @@ class Joining:
         self.starts |= self.count_starts(there)  # not of the others, so that their restarts are noticed as new
         lives = {peer: self._life(peer, self.starts[peer]) for peer in there}
         with self._notes.begin(seconds, f"connecting from {self._endpoint.address}").blocking(there):
-            return self._connect(lives, seconds, meanwhile)
+            return connect_edges(self._endpoint, self.board.name, lives, seconds, meanwhile)
 
     def connect_again(self, peer: int, start: int, attempt: int, meanwhile: Callable[[], None]) -> Edge:
         """Reconnects to a neighbour; also opens the links for published payloads, if nodes publish.
@@ -229,7 +226,7 @@ class Joining:
             peer: the neighbour.
             start: the number of its current start.
             attempt: 0 if the neighbour was restarted; the number of this attempt if it goes on, as this node does.
-            meanwhile: polled while this node waits for the neighbour; an exception that it raises ends the wait.
+            meanwhile: see `Endpoint.lane`.
 
         Raises:
             IslandLostError: the neighbour did not connect within the timeout.
@@ -237,7 +234,7 @@ class Joining:
         seconds, life = self._late, self._life(peer, start)
         if attempt:
             seconds, life = min(seconds, MAX_AGAIN_SECONDS), f"{life}.{attempt}"
-        edges, missing = self._connect({peer: life}, seconds, lambda _: meanwhile())
+        edges, missing = connect_edges(self._endpoint, self.board.name, {peer: life}, seconds, lambda _: meanwhile())
         if missing:
             raise _not_connected(missing, self._endpoint.address, seconds)
         if self.published is not None:
@@ -256,11 +253,6 @@ class Joining:
         """
         published.connect(edge.peer, edge.life, self._connect_timeout, edge.check)
 
-    def _connect(
-        self, lives: Mapping[int, str], seconds: float, meanwhile: Callable[[int], None] | None = None
-    ) -> tuple[dict[int, Edge], list[int]]:
-        return connect_edges(self._endpoint, self.board.name, lives, seconds, meanwhile)
-
     def count_starts(self, peers: Collection[int]) -> dict[int, int]:
         """Returns how often each of these neighbours was started."""
         with asking():
@@ -270,18 +262,10 @@ class Joining:
         return edge_life({self.node: self.start, peer: start})
 
 
-def _broken_off(missing: Collection[int], seconds: float) -> IslandLostError:
-    return IslandLostError(
-        f"{plural('node', len(missing))} {numbers(missing)} broke off after {seconds:.1f} s, while connecting to this "
-        "node. Look at what ended them, and start all nodes again",
-        missing,
-    )
-
-
 def _not_connected(missing: Collection[int], address: str, timeout: float) -> IslandLostError:
     return IslandLostError(
-        f"{plural('node', len(missing))} {numbers(missing)} did not connect to this node within {timeout:g} s (this "
-        f"one listens on {address}). Check that all nodes were started, that firewalls let their machines reach each "
-        "other on all ports, and bind_address",
+        f"{name_all(missing, 'node')} did not connect to this node within {timeout:g} s (this one listens on "
+        f"{address}). Check that all nodes were started, that firewalls let their machines reach each other on all "
+        "ports, and bind_address",
         missing,
     )

@@ -7,13 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TypeVar
 
 from hf_diloco.errors import DiLoCoError, IslandLostError, StoreError
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.store.values import ValueStore
-
-T = TypeVar("T")
 
 logger = logging.getLogger("hf_diloco")
 
@@ -59,7 +56,8 @@ class Board:
     def put(self, key: str, record: Record) -> None:
         """Writes a record under `key`; replaces an earlier one."""
         packed = pack_record(key, record).decode()
-        self._ask(lambda: self._store.set(self._path(key), packed))
+        with asking():
+            self._store.set(self._path(key), packed)
 
     def put_later(self, key: str, record: Record) -> None:
         """Like `put`, without waiting for the store; of several records under one key the last one counts.
@@ -90,24 +88,18 @@ class Board:
                 logger.exception("the record %r is not written", key)
 
     def put_first(self, key: str, record: Record, node: int = KEEPER) -> Record:
-        """Writes a record under `key` unless there is one; returns the record that is there afterwards.
-
-        Args:
-            key, record: see `put`.
-            node: the node that may have written the other record, for messages.
-        """
+        """Writes a record under `key` unless there is one, written by `node`; returns the record that is there now."""
         packed = pack_record(key, record).decode()
-        return unpack_record(key, node, self._ask(lambda: self._store.create(self._path(key), packed)))
+        with asking():
+            found = self._store.create(self._path(key), packed)
+        return unpack_record(key, node, found)
 
     def read(self, key: str, node: int = KEEPER) -> Record | None:
         """Returns the record under `key`, written by `node`; None if there is none. Raises like `read_all`."""
         return self.read_all({node: key}).get(node)
 
     def read_all(self, keys: Mapping[int, str]) -> dict[int, Record]:
-        """Reads the existing records among `keys`, in one request.
-
-        Args:
-            keys: each by the node that writes it.
+        """Reads the existing records among `keys`, each by the node that writes it, in one request.
 
         Raises:
             PayloadError: a value is not a valid record.
@@ -124,21 +116,20 @@ class Board:
 
     def remove(self, key: str) -> None:
         """Removes a record, if there is one."""
-        self._ask(lambda: self._store.remove(self._path(key)))
+        with asking():
+            self._store.remove(self._path(key))
 
     def count(self, key: str, more: int = 0) -> int:
         """Adds to a shared counter that starts at 0; returns the sum."""
-        return self._ask(lambda: self._store.add(self._path(key), more))
+        with asking():
+            return self._store.add(self._path(key), more)
 
     def await_all(
         self, keys: Mapping[int, str], seconds: float, meanwhile: Callable[[Collection[int]], None]
     ) -> dict[int, Record]:
-        """Like `read_all`, but waits until all records exist, or until the timeout.
+        """Like `read_all`, but waits until all records exist, at most for `seconds`.
 
-        Args:
-            keys: see `read_all`.
-            seconds: the timeout.
-            meanwhile: polled with the missing nodes; an exception that it raises ends the wait.
+        Polls `meanwhile` with the missing nodes; an exception that it raises ends the wait.
         """
         deadline, await_news = time.monotonic() + seconds, self.news()
         while True:
@@ -151,20 +142,16 @@ class Board:
 
     def news(self) -> Callable[[], object]:
         """See `ValueStore.news`; for any record of the mesh."""
-        wait = self._store.news(self.name)
-        return lambda: self._ask(wait)
+        return asking()(self._store.news(self.name))
 
     def _find(self, keys: Mapping[int, str]) -> dict[int, bytes]:
         paths = {node: self._path(key) for node, key in keys.items()}
-        found = self._ask(lambda: self._store.find_all(list(paths.values())))
+        with asking():
+            found = self._store.find_all(list(paths.values()))
         return {node: found[path] for node, path in paths.items() if path in found}
 
     def _path(self, key: str) -> str:
         return f"{self.name}/{key}"
-
-    def _ask(self, call: Callable[[], T]) -> T:
-        with asking():
-            return call()
 
 
 @contextmanager

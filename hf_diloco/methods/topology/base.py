@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_diloco.errors import ConfigError
-from hf_diloco.utils.text import numbers, plural
+from hf_diloco.utils.text import name_all
 
 Weights = NDArray[np.float64]
 
@@ -220,8 +220,8 @@ def check_mixing(matrices: Sequence[Weights], rho: float, name: str) -> None:
     apart = _apart(np.any([matrix > 0 for matrix in matrices], axis=0))
     if apart:
         raise ConfigError(
-            f"{name}: not connected: nothing goes between node 0 and {plural('node', len(apart))} {numbers(apart)}; "
-            "add weights that join them"
+            f"{name}: not connected: nothing goes between node 0 and {name_all(apart, 'node')}; add weights that join "
+            "them"
         )
     if rho > 1 - TOLERANCE:
         raise ConfigError(
