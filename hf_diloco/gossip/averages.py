@@ -96,7 +96,7 @@ def mean_of_holders(
     Args:
         neighbours: this node's end of the graph.
         vectors: of floats, of equal sizes on all nodes; read on holders only.
-        is_holder: whether this node holds them.
+        is_holder: whether this node is one of them.
 
     Returns:
         New vectors, 1-D, with the dtype of the first one, or None if no holder took part; and the traffic.

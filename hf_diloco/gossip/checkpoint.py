@@ -44,11 +44,7 @@ logger = logging.getLogger("hf_diloco")
 
 
 class GossipIndex(BaseModel):
-    """The contents of `gossip.json`: which node wrote the checkpoint.
-
-    Attributes:
-        life: identifies the start of the run that wrote the checkpoint; the same on all nodes.
-    """
+    """The contents of `gossip.json`. `life` identifies the start of the run, the same on all nodes, that wrote it."""
 
     format: int = 1
     step: int = Field(ge=0)
@@ -60,10 +56,9 @@ class GossipIndex(BaseModel):
 
 
 def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None:
-    """Marks a checkpoint as complete; call it after all other files are written. Collective over the node's ranks.
+    """Marks a checkpoint as complete, after all other files are written. Collective over the node's ranks.
 
-    Raises:
-        CheckpointError: the record cannot be written; on every rank.
+    Raises `CheckpointError`, on every rank, if the record cannot be written.
     """
     whole = index.model_copy(update={"files": record_files(checkpoint, ranks, RECORD)})
 
@@ -77,8 +72,7 @@ def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None
 def read_index(checkpoint: Path) -> GossipIndex:
     """Reads the record of a checkpoint.
 
-    Raises:
-        CheckpointError: the record is absent or unreadable, or lists a file that is missing or truncated.
+    Raises `CheckpointError` if it is absent or unreadable, or lists a file that is missing or truncated.
     """
     absent = f"{checkpoint} has no {RECORD}: it was not written by a node of a graph"
     index = read_record(checkpoint / RECORD, GossipIndex, absent)
@@ -122,14 +116,9 @@ def find_whole(folder: Path) -> list[Path]:
 def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
     """The complete checkpoints of a node, by step; warns of damaged ones among the newest, and leaves them out.
 
-    Collective over the node's ranks; all get the leader's list.
+    Collective over the node's ranks, which share the reading; all get the leader's list.
 
-    Args:
-        output_dir: the folder of the checkpoints.
-        ranks: the node's ranks, which share the reading.
-
-    Raises:
-        CheckpointError: a rank cannot read a record that the leader reads; on every rank.
+    Raises `CheckpointError`, on every rank, if one cannot read a record that the leader reads.
     """
 
     def look() -> list[tuple[int, str]]:
@@ -155,8 +144,7 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
 def check_files(checkpoint: Path, ranks: IslandGroup) -> None:
     """Reads every file of a checkpoint. Collective over the node's ranks.
 
-    Raises:
-        CheckpointError: a file is missing, or its contents have changed since it was written; on every rank.
+    Raises `CheckpointError`, on every rank, if one is missing, or its contents have changed since it was written.
     """
     index = ranks.on_all(lambda: read_index(checkpoint))
     check_contents(checkpoint, index.files, ranks)
@@ -170,19 +158,12 @@ Held: TypeAlias = tuple[int, str]
 
 def lives_of(checkpoints: Mapping[int, Path], ranks: IslandGroup) -> list[Held]:
     """Step and life of each of these complete checkpoints, as the leader reads them. Collective over the ranks."""
-
-    def read() -> list[Held]:
-        return [(step, read_index(path).life) for step, path in sorted(checkpoints.items())]
-
-    return [(step, life) for step, life in ranks.on_leader(read)]
+    held = ranks.on_leader(lambda: [(step, read_index(path).life) for step, path in sorted(checkpoints.items())])
+    return [(step, life) for step, life in held]
 
 
 def read_held(record: Record, node: int) -> list[Held]:
-    """Returns the checkpoints that a node's record lists.
-
-    Raises:
-        PayloadError: the record is invalid.
-    """
+    """Returns the checkpoints that a node's record lists; raises `PayloadError` if it is invalid."""
     try:
         return [(int(step), str(life)) for step, life in record["held"]]
     except (KeyError, TypeError, ValueError):
@@ -207,11 +188,7 @@ class Resumption:
     late: tuple[int, ...]
 
     def describe(self, held: Sequence[Collection[Held]]) -> str:
-        """Describes who resumes and who enters, for the log.
-
-        Args:
-            held: complete checkpoints of each node.
-        """
+        """Describes who resumes and who enters, for the log; `held` are the complete checkpoints of each node."""
         which = name_all(self.late, "node")
         return (
             f"{which} {'lacks' if len(self.late) == 1 else 'lack'} the checkpoint of step {self.step}, from which "
@@ -228,9 +205,6 @@ def choose_step(held: Sequence[Collection[Held]]) -> Resumption | None:
 
     Args:
         held: complete checkpoints of each node, in the order of the nodes.
-
-    Returns:
-        None if no node holds any checkpoint.
     """
     num_holders = Counter(state for of_node in held for state in of_node)
     if not num_holders:
@@ -241,21 +215,13 @@ def choose_step(held: Sequence[Collection[Held]]) -> Resumption | None:
 
 
 def choose_own(held: Sequence[Collection[Held]]) -> Resumption | None:
-    """Chooses each node's newest checkpoint, for methods without lockstep; nodes without one take the largest step.
-
-    Args:
-        held: see `choose_step`.
-    """
+    """Chooses each node's newest checkpoint, for methods without lockstep; nodes without one take the largest step."""
     newest = [max(of_node) for of_node in held if of_node]
     return _resumption(max(newest)[0], [bool(of_node) for of_node in held]) if newest else None
 
 
 def choose_common(held: Sequence[Collection[Held]], method: str) -> Resumption | None:
     """Chooses the newest checkpoint that all nodes hold, for a method whose nodes cannot enter without their state.
-
-    Args:
-        held: see `choose_step`.
-        method: the method's name.
 
     Raises:
         CheckpointError: nodes hold checkpoints, but none that all have.
@@ -276,9 +242,7 @@ def take_mean(node: Neighbours, vectors: Sequence[torch.Tensor], resumption: Res
     """Gives late nodes the mean of the holders' vectors; holders keep their own. Collective over all nodes.
 
     Args:
-        node: this node's end of the graph.
         vectors: of floats, of equal sizes on all nodes; overwritten on late nodes.
-        resumption: which nodes hold a checkpoint, and which are late.
 
     Raises:
         IslandLostError: no holder is left, or a node did not answer within the timeout.

@@ -39,11 +39,7 @@ MIN_CODED_VALUES = 256
 
 
 def with_payload(neighbours: Neighbours, payload: str) -> Neighbours:
-    """Sets the format in which the vectors of `neighbours` travel, and returns `neighbours`.
-
-    Args:
-        neighbours: one node's end of the graph.
-        payload: a codec's name; fp32 sends vectors unencoded.
+    """Sets the codec with which the vectors of `neighbours` travel; fp32: unencoded. Returns `neighbours`.
 
     Raises:
         ConfigError: the graph changes over time.
@@ -65,14 +61,10 @@ def check_static(topology: Topology, payload: str) -> None:
 
 
 class Differences:
-    """Exchanges encoded differences to replicas, as in the equations above: fp32 vectors, on a static graph.
+    """Exchanges differences to replicas as in the equations above, Q is `codec`: fp32 vectors, on a static graph.
 
     Results are bit-identical over all transports. When a neighbour is lost, its weight goes to the node itself, and
     its replica is dropped. All nodes must call `rekey` before the same exchanges.
-
-    Args:
-        neighbours: moves the bytes.
-        codec: Q.
 
     Raises:
         ConfigError: the graph changes over time.
@@ -101,7 +93,6 @@ class Differences:
         self.codes: dict[int, torch.Tensor] = {}
 
     def mix(self, neighbours: Neighbours, vectors: Vectors, outs: Vectors, topology: Topology) -> Traffic:
-        """See `Neighbours.mix`."""
         of_neighbours = self._weights_of(topology)
         self._prepare(vectors)
         peers = {*of_neighbours, *self._receivers}
@@ -123,7 +114,6 @@ class Differences:
         return traffic
 
     def rekey(self) -> None:
-        """See `Neighbours.rekey`."""
         self.has_key = False
         self._lives.clear()
 

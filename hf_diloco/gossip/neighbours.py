@@ -32,8 +32,8 @@ class Piece(ABC):
     """A piece of the data that neighbours swap in an exchange; both ends of an edge have the same order of pieces.
 
     Attributes:
-        bytes_to: bytes sent to each receiver, in the order of their numbers.
-        bytes_from: bytes received from each neighbour, in the order of their numbers; both ends know the same numbers.
+        bytes_to, bytes_from: bytes sent to each receiver, and received from each neighbour, in the order of their
+            numbers; both ends know them.
     """
 
     bytes_to: Mapping[int, int]
@@ -43,28 +43,19 @@ class Piece(ABC):
     def give(self, slot: int) -> Mapping[int, torch.Tensor]:
         """Returns the data for each receiver: uint8, 1-D, contiguous; it must not change until `finish` is called.
 
-        Args:
-            slot: differs from the slots of all other pieces in flight; from 0, below the number of pieces.
+        `slot` differs from the slots of all other pieces in flight; from 0, below the number of pieces.
         """
 
     @abstractmethod
     def finish(self, received: Mapping[int, torch.Tensor]) -> None:
-        """Uses the received data. Pieces finish in their order, each after its `give`.
+        """Uses the data, uint8, from each neighbour that is not lost, and does not modify it.
 
-        Args:
-            received: uint8, from each neighbour that is not lost; must not be modified.
+        Pieces finish in their order, each after its `give`.
         """
 
 
 class MixedPiece(Piece):
-    """An unencoded piece of one vector, which `mix_` averages.
-
-    Args:
-        weights: of the neighbours that send theirs, in the order of their numbers.
-        receivers: the nodes to which this node sends its own.
-        own: this node's values.
-        out: overwritten with the weighted sum.
-    """
+    """An unencoded piece of one vector: sends `own` to the receivers, and writes the result of `mix_` to `out`."""
 
     def __init__(
         self, weights: Mapping[int, float], receivers: Collection[int], own: torch.Tensor, out: torch.Tensor
@@ -91,8 +82,6 @@ class Neighbours(ABC):
 
     Attributes:
         node: this node's number, from 0.
-        num_nodes: n.
-        topology: the graph, with its weights.
         is_on_host: whether vectors must be in host memory.
         is_returning: whether this node restarts while the others go on without it: call `enter` before the first step.
         coding: compresses the vectors that `mix` moves; None: vectors travel unencoded.
@@ -106,7 +95,7 @@ class Neighbours(ABC):
     topology: Topology
 
     def mix(self, vectors: Vectors, outs: Vectors, step: int, *, topology: Topology | None = None) -> Traffic:
-        """Writes Σ_j w_ij(step) vector_j to `outs`; all vectors of a step travel together.
+        """Writes Σ_j w_ij(step) vector_j to `outs`; all vectors of a step travel together. Returns the node's traffic.
 
         Args:
             vectors: this node's vectors; not modified.
@@ -114,9 +103,6 @@ class Neighbours(ABC):
             step: from 0; selects the weights, on a graph that changes.
             topology: supplies the weights, the same on all nodes; its edges must be edges of `self.topology`, which is
                 the default.
-
-        Returns:
-            This node's traffic.
 
         Raises:
             IslandLostError: a node did not answer within the timeout.
@@ -136,39 +122,25 @@ class Neighbours(ABC):
         return self.swap(pieces)
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
-        """Sends pieces to receivers, and receives those of neighbours; `mix` is built on this method.
-
-        Returns:
-            This node's traffic.
-
-        Raises:
-            IslandLostError: a node did not answer within the timeout.
-            UnsupportedError: the transport does not support pieces.
-        """
+        """Sends pieces to receivers, and receives those of neighbours. Raises like `mix`, which is built on it."""
         raise UnsupportedError(f"{type(self).__name__} moves vectors as they are only: set payload to fp32")
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:  # noqa: B027 - most exchange in `mix` alone
         """Announces a call of `mix` with these arguments, so that the exchange may run in the background until then.
 
         Until that call `vectors` must not change, and `outs` may be written at any moment. `mix` raises any error.
-        Not collective: it does not matter which nodes call it.
+        Not collective.
         """
 
     def drain(self) -> None:  # noqa: B027 - as `begin`
-        """Waits until the exchange that `begin` started is complete; `vectors` may change from then on.
-
-        The outcome is kept for `mix`.
-        """
+        """Waits until `vectors` of `begin` may change again; the outcome is kept for `mix`."""
 
     def check_average(self, vector: torch.Tensor) -> None:  # noqa: B027 - most can average all vectors
         """Raises `UnsupportedError` if nodes cannot average vectors of this kind; called before the first step."""
 
     @abstractmethod
     def average(self, vector: torch.Tensor) -> Traffic:
-        """Replaces `vector` by the mean over all nodes, bit-identical on each.
-
-        Returns:
-            This node's traffic.
+        """Replaces `vector` by the mean over all nodes, bit-identical on each; returns this node's traffic.
 
         Raises:
             IslandLostError: a node did not answer within the timeout.
@@ -182,8 +154,8 @@ class Neighbours(ABC):
     def published(self) -> Published:
         """Returns the object through which this node publishes its model, and reads the others', without waiting.
 
-        This call is collective over the nodes, as it may open connections; the object's methods are not. Call it once.
-        A node that `is_returning` connects to the neighbours that are running.
+        Only this call is collective, as it may open connections. Call it once. A node that `is_returning` connects to
+        the neighbours that are running.
 
         Raises:
             UnsupportedError: the transport does not support publishing.
@@ -195,14 +167,11 @@ class Neighbours(ABC):
 
     @abstractmethod
     def share(self, topic: str, record: Record) -> list[Record]:
-        """Shares a small record with all nodes.
+        """Shares a small record with all nodes; returns the records of all, in their order.
 
         Args:
             topic: the record's subject; the n-th call with a topic is matched with the others' n-th.
             record: anything that JSON holds.
-
-        Returns:
-            The records of all nodes, in their order.
 
         Raises:
             PayloadError: a record is longer than `MAX_RECORD_BYTES`, or another node's record is invalid.
@@ -210,21 +179,12 @@ class Neighbours(ABC):
         """
 
     def offer(self, x: torch.Tensor, step: int) -> None:  # noqa: B027 - in most transports no node is restarted
-        """Lets a restarted neighbour enter with this node's parameters. Called at the beginning of every step.
-
-        Args:
-            x: this node's parameters, flat.
-            step: the step that begins.
-        """
+        """Lets a restarted neighbour enter with this node's parameters `x`, flat. Called when a step begins."""
 
     def enter(self, x: torch.Tensor) -> int:
-        """Takes the neighbours' mean and step, on a node that `is_returning`.
+        """Overwrites the flat parameters `x` with the neighbours' mean, on a node that `is_returning`.
 
-        Args:
-            x: the parameters, flat, of the same dtype on all nodes; overwritten with the neighbours' mean.
-
-        Returns:
-            The step that this node takes next.
+        Returns the step that this node takes next.
 
         Raises:
             IslandLostError: no neighbour is running.
@@ -260,14 +220,12 @@ _workspace = Workspace()
 
 
 class MemoryGraph:
-    """Connects nodes that are threads of one process; `node(i)` returns each node's end."""
+    """Connects nodes that are threads of one process; `node(i)` returns each node's end.
+
+    A node waits for the others for `timeout` seconds.
+    """
 
     def __init__(self, topology: Topology, timeout: float = 60.0) -> None:
-        """
-        Args:
-            topology: the graph.
-            timeout: seconds that a node waits for the others.
-        """
         self.topology = topology
         self.num_nodes = topology.num_nodes
         self.swaps = Swaps(self.num_nodes, timeout, "node")

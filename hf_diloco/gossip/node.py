@@ -36,9 +36,7 @@ class CommonEnd:
     raises it only in the first exchange of a window. A window has as many exchanges as there are nodes, or more on
     some graphs that change; within it, averaging carries the value to all nodes, and all stop at its end.
 
-    Args:
-        topology: the graph over which the request spreads.
-        steps_each: optimizer steps from one exchange to the next.
+    `steps_each` are the optimizer steps from one exchange to the next.
     """
 
     def __init__(self, topology: Topology, steps_each: int = 1) -> None:
@@ -68,12 +66,10 @@ class CommonEnd:
 
 @dataclass(frozen=True)
 class _Mix:
-    """The arguments of one `mix`, with the value of the stop request.
+    """The arguments of one `mix`, each with the value of the stop request at its end.
 
     Attributes:
-        step: the caller's.
-        outs: the caller's, and the output for the stop request.
-        given: vectors and stop request as the leader's neighbours read them; copies in host memory if needed.
+        given: vectors as the leader's neighbours read them; copies in host memory if needed.
         taken: outputs to which the leader's neighbours write: `outs`, or buffers in host memory if needed.
     """
 
@@ -94,15 +90,11 @@ class NodeNeighbours(Neighbours):
 
     Args:
         inner: the leader's neighbours; None on the other ranks.
-        topology: the graph.
-        node: this node's number.
         island: the ranks of this node.
-        turns: shared by nodes that are threads of one process, so that one computes at a time; None: a process of
-            its own.
+        turns: shared by nodes that are threads of one process, so that one computes at a time.
         members: the leader's, if it sends heartbeats.
 
     Attributes:
-        end: decides after which step this node stops, once one is asked to stop.
         standing: the contents of this node's heartbeats; whoever counts steps sets `steps`.
         seconds: seconds that this node has waited for exchanges so far.
         seconds_hidden: seconds that exchanges ran in the background of the node's computation so far; on the leader.
@@ -137,7 +129,6 @@ class NodeNeighbours(Neighbours):
         self.standing.num_ranks = island.size
 
     def set_phase(self, phase: Phase) -> None:
-        """Sets the phase that this node's heartbeats report from now on."""
         if self._members:
             self._members.set_phase(phase)
 
@@ -222,10 +213,8 @@ class NodeNeighbours(Neighbours):
             self._inner.offer(x, step)
 
     def enter(self, x: torch.Tensor) -> int:
-        """Like `Neighbours.enter`. Collective over the ranks of the node."""
         step = self._on_leader(lambda inner: inner.enter(x))
-        if self._island.size > 1:
-            dist.broadcast(x, 0)
+        self._broadcast([x])
         self.is_returning = False
         return step
 
@@ -234,7 +223,6 @@ class NodeNeighbours(Neighbours):
             self._inner.rekey()
 
     def take_events(self) -> list[str]:
-        """Returns what happened to neighbours since the last call, one line for each event; on the leader."""
         return self._inner.take_events() if self._inner is not None else []
 
     def close(self) -> None:
@@ -265,7 +253,6 @@ class NodeNeighbours(Neighbours):
 
     @contextmanager
     def _clock(self) -> Iterator[None]:
-        """Adds the time spent inside to `seconds`."""
         begin = time.monotonic()
         yield
         self.seconds += time.monotonic() - begin
@@ -276,12 +263,15 @@ class NodeNeighbours(Neighbours):
             return [traffic.bytes_sent, traffic.bytes_received]
 
         moved = self._on_leader(run)
-        if self._island.size > 1:
-            for out in outs:
-                dist.broadcast(out, 0)
+        self._broadcast(outs)
         traffic = Traffic(*moved) if self._island.is_leader else Traffic()
         self.total += traffic
         return traffic
+
+    def _broadcast(self, vectors: Vectors) -> None:
+        if self._island.size > 1:
+            for vector in vectors:
+                dist.broadcast(vector, 0)
 
     def _prepare(self, vectors: Vectors, outs: Vectors, step: int) -> _Mix:
         """Adds the stop request, and copies vectors to the host if the leader's neighbours need them there."""

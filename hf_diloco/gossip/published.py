@@ -85,12 +85,7 @@ class Published(ABC):
     """One node's end: publishes its payload, and reads those of others. Payloads have the same length on all nodes.
 
     `publish` and `pull` belong to the thread that trains.
-
-    Attributes:
-        node: this node's number.
     """
-
-    node: int
 
     def __init__(self, node: int, versioned: VersionedBuffer) -> None:
         self.node = node
@@ -99,11 +94,7 @@ class Published(ABC):
         self._is_on_cuda = False
 
     def publish(self, payload: torch.Tensor) -> None:
-        """Replaces the last payload by this one; returns at once.
-
-        Args:
-            payload: uint8, 1-D, contiguous; copied to host memory.
-        """
+        """Replaces the last payload by this one, uint8, 1-D, contiguous, copied to host memory; returns at once."""
         self._is_on_cuda = payload.is_cuda
         self._versioned.put(payload)
 
@@ -116,7 +107,7 @@ class Published(ABC):
             And this node's traffic since the last call, including the bytes that others read from it.
 
         Raises:
-            ConfigError: there is no such node; or this node has not published yet, so the expected length is unknown.
+            ConfigError: there is no such node; or this one has not published yet, so the expected length is unknown.
             PayloadError: the payload differs in length from this node's own.
         """
 
@@ -157,9 +148,7 @@ def _make_buffer(num_bytes: int, is_for_cuda: bool) -> torch.Tensor:
 class MemoryPublished(Published):
     """The end of a node in the process of all others: each a thread, or all stepped in turn; bytes count as if sent.
 
-    Args:
-        all_versioned: buffers of all nodes, in their order.
-        node: this node's number.
+    `all_versioned` are the buffers of all nodes, in their order.
     """
 
     def __init__(self, all_versioned: Sequence[VersionedBuffer], node: int) -> None:

@@ -14,11 +14,7 @@ MAX_RECORD_BYTES = 64 << 10
 
 
 def pack_record(topic: str, record: Record) -> bytes:
-    """Encodes a record as JSON.
-
-    Args:
-        topic: the record's subject, for messages.
-        record: see `Record`.
+    """Encodes a record as JSON; `topic` is its subject, for messages.
 
     Raises:
         PayloadError: the record cannot be written as JSON, or is too long.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -41,23 +42,21 @@ def decide(board: Board, prefix: str, number: int, node: int, is_on: bool) -> bo
     return board.put_first(f"{prefix}/{number}/decision", {"is_on": is_on}, node).get("is_on") is True
 
 
+@dataclass
 class Agreement(ABC):
     """One side of an agreement on a future step, between two nodes that both take steps.
 
-    Args:
-        board: the mesh's.
+    Attributes:
         prefix: of the keys; unique.
-        node: this node.
-        peer: the other node.
+        node, peer: this node, and the other one.
     """
 
-    def __init__(self, board: Board, prefix: str, node: int, peer: int) -> None:
-        self._board = board
-        self._prefix = prefix
-        self._node = node
-        self._peer = peer
-        self._round = 0
-        self._step: int | None = None
+    board: Board
+    prefix: str
+    node: int
+    peer: int
+    _round: int = field(default=0, init=False)
+    _step: int | None = field(default=None, init=False)
 
     @abstractmethod
     def is_now(self, step: int) -> bool:
@@ -68,17 +67,20 @@ class Agreement(ABC):
         """
 
     def _hear(self, what: str) -> Record | None:
-        return self._board.read(f"{self._prefix}/{what}", self._peer)
+        return self.board.read(f"{self.prefix}/{what}", self.peer)
+
+    def _say(self, what: str, record: Record) -> None:
+        self.board.put(f"{self.prefix}/{what}", record)
 
     def _decide(self, is_on: bool) -> bool:
-        return decide(self._board, self._prefix, self._round, self._peer, is_on)
+        return decide(self.board, self.prefix, self._round, self.peer, is_on)
 
 
 class Responder(Agreement):
     """The side that answers proposals."""
 
     def is_now(self, step: int) -> bool:
-        self._board.put(f"{self._prefix}/at/{self._node}", {"step": step})
+        self._say(f"at/{self.node}", {"step": step})
         self._answer(step)
         while self._step is not None and self._step <= step:
             # No waiting for the other side's decision: it may be waiting for this node.
@@ -90,26 +92,24 @@ class Responder(Agreement):
 
     def _answer(self, step: int) -> None:
         proposal = self._hear("proposal")
-        if proposal is None or (number := whole_number(proposal, "round", self._peer)) <= self._round:
+        if proposal is None or (number := whole_number(proposal, "round", self.peer)) <= self._round:
             return
-        self._round, proposed = number, whole_number(proposal, "step", self._peer)
+        self._round, proposed = number, whole_number(proposal, "step", self.peer)
         is_to_come = proposed > step
         self._step = proposed if is_to_come else None
-        self._board.put(f"{self._prefix}/{self._round}/{self._node}", {"is_to_come": is_to_come})
+        self._say(f"{self._round}/{self.node}", {"is_to_come": is_to_come})
 
 
+@dataclass
 class Proposer(Agreement):
     """The side that makes proposals.
 
-    Args:
-        board, prefix, node, peer: see `Agreement`.
+    Attributes:
         max_gap: steps that the two nodes may be apart. The one ahead would have to wait for the other.
     """
 
-    def __init__(self, board: Board, prefix: str, node: int, peer: int, max_gap: int) -> None:
-        super().__init__(board, prefix, node, peer)
-        self._max_gap = max_gap
-        self._is_on = False
+    max_gap: int
+    _is_on: bool = field(default=False, init=False)
 
     def is_now(self, step: int) -> bool:
         if self._step is None:
@@ -119,19 +119,19 @@ class Proposer(Agreement):
         return self._is_on and step == self._step
 
     def _propose(self, step: int) -> None:
-        theirs = self._hear(f"at/{self._peer}")
+        theirs = self._hear(f"at/{self.peer}")
         if theirs is None:
             return
-        their_step = whole_number(theirs, "step", self._peer)
-        if abs(their_step - step) > self._max_gap or self._round == MAX_ROUNDS:
-            raise IslandLostError(f"node {self._peer} is at step {their_step}, this one at {step}", [self._peer])
+        their_step = whole_number(theirs, "step", self.peer)
+        if abs(their_step - step) > self.max_gap or self._round == MAX_ROUNDS:
+            raise IslandLostError(f"node {self.peer} is at step {their_step}, this one at {step}", [self.peer])
         self._step = max(their_step, step) + (FIRST_MARGIN << self._round)
         self._round += 1
-        self._board.put(f"{self._prefix}/proposal", {"round": self._round, "step": self._step})
+        self._say("proposal", {"round": self._round, "step": self._step})
 
     def _hear_answer(self, step: int) -> None:
         assert self._step is not None
-        answer = self._hear(f"{self._round}/{self._peer}")
+        answer = self._hear(f"{self._round}/{self.peer}")
         if answer is None and step < self._step:
             return
         is_to_come = answer is not None and answer.get("is_to_come") is True and step <= self._step
@@ -144,8 +144,6 @@ class Entry:
     """Agrees with the neighbours on a step, and takes their mean.
 
     Args:
-        joining: this node's.
-        edges: to the connected neighbours.
         straggler_timeout: the timeout for late neighbours; also reports the wait to those that wait for this node.
         timeout: seconds that a step of the neighbours may take.
         lose: removes a neighbour that was just lost from `edges`.
@@ -189,15 +187,12 @@ class Entry:
 
     def _agree(self) -> int:
         """Returns the step at which all neighbours will send their parameters."""
-        margin = FIRST_MARGIN
         for number in range(1, MAX_ROUNDS + 1):
-            steps = self._ask("at", "step")
-            step = max(steps.values()) + margin
+            step = max(self._ask("at", "step").values()) + (FIRST_MARGIN << (number - 1))
             self._board.put(self._key("proposal"), {"round": number, "step": step})
             answers = self._ask(str(number), "is_to_come")
             if decide(self._board, self._prefix, number, self._node, is_on=all(answers.values())):
                 return step
-            margin *= 2
         raise IslandLostError(
             f"node {self._node} could not agree with its neighbours on a step at which to return: start it again"
         )

@@ -47,13 +47,8 @@ class StragglerTimeout:
 
     Args:
         board: the records in which nodes report that they wait.
-        node: this node.
-        num_nodes: n.
-        seconds: timeout of an exchange.
+        seconds: timeout of an exchange; as an attribute, of the current wait.
         notes: log for which nodes this node waits, and supply the clock.
-
-    Attributes:
-        seconds: timeout of the current wait.
     """
 
     def __init__(self, board: Board, node: int, num_nodes: int, seconds: float, notes: WaitNotes) -> None:
@@ -77,12 +72,7 @@ class StragglerTimeout:
         self._is_extended = False
 
     def begin_other(self, what: str, seconds: float | None = None) -> None:
-        """Starts the timeout of another wait for neighbours.
-
-        Args:
-            what: the reason for the wait, in words.
-            seconds: the timeout. Default: that of an exchange.
-        """
+        """Starts the timeout of another wait for neighbours, for a reason in words; default: as for an exchange."""
         self.seconds = self._step_seconds if seconds is None else seconds
         self._num_excuses = 0
         self._seen: dict[int, Record | None] = {}
@@ -104,10 +94,9 @@ class StragglerTimeout:
         return Deadline(0) if self._has_given_up else self._limit
 
     def renew(self, factor: float = 1) -> None:
-        """Restarts the timeout: after a neighbour was dropped, as others may have waited for it too, or made progress.
+        """Restarts the timeout, multiplied by a factor.
 
-        Args:
-            factor: multiplies the timeout.
+        For when a neighbour was dropped, for which others may have waited too, or has made progress.
         """
         self._looked_at = self._clock.now()
         self._ends_at = self._looked_at + factor * self.seconds
@@ -199,12 +188,8 @@ class _Flight:
 class Swapping:
     """Exchanges of pieces over the edges of one node.
 
-    A neighbour whose transfer fails is left out from that piece on, and its edge is closed.
-
-    Args:
-        edges: the node's edges, by neighbour; lost neighbours are removed.
-        straggler_timeout: the timeout for late neighbours.
-        lose: called with each neighbour that was just lost.
+    A neighbour whose transfer fails is left out from that piece on, and its edge is closed and removed from `edges`.
+    `lose` is called with it.
     """
 
     def __init__(

@@ -45,8 +45,7 @@ class MeshPublished(Published):
 
     Args:
         endpoint: this node's; a payload may take as long as an exchange.
-        neighbours: the nodes that this one may read from, and that may read from it. Links go both ways: each node has
-            the other in its list.
+        neighbours: the nodes that this one may read from, and that may read from it; each has the other in its list.
         name: identifies the links in the store.
     """
 
@@ -71,11 +70,7 @@ class MeshPublished(Published):
     def connect(self, peer: int, life: str, timeout: float, meanwhile: Callable[[], None] | None = None) -> None:
         """Opens the connections to a neighbour, which must do the same. Call it for neighbours in numerical order.
 
-        Args:
-            peer: the neighbour.
-            life: distinguishes the connections from earlier ones between the two; the same at both ends.
-            timeout: timeout for connecting in seconds.
-            meanwhile: polled while this node waits for the neighbour; an exception that it raises ends the wait.
+        For the arguments see `Edge`.
 
         Raises:
             IslandLostError: the neighbour did not connect within the timeout.

@@ -64,11 +64,6 @@ class Arrival:
 class Reception:
     """Looks for lost neighbours in one thread, connects to each in a thread of its own, and lets them in.
 
-    Args:
-        joining: this node's.
-        num_nodes: n.
-        straggler_timeout: the timeout for nodes that are let in.
-
     Attributes:
         has_begun: whether this node takes steps.
         is_given_up: whether other nodes have reported this node as lost; updated while it looks for lost neighbours.
@@ -106,7 +101,9 @@ class Reception:
         """Begins to look for these nodes too."""
         now = time.monotonic()
         with self._lock:
-            self._lost.update({peer: now + _rest_seconds(self._num_again[peer]) for peer in peers})
+            for peer in peers:
+                num_again = self._num_again[peer]
+                self._lost[peer] = now + (min(2.0 ** (num_again - 1), MAX_REST_SECONDS) if num_again else 0.0)
         self._look_on()
 
     def _look_on(self) -> None:
@@ -117,15 +114,9 @@ class Reception:
                     self._thread = _start_thread(self._look)
 
     def admit(self, x: torch.Tensor, step: int, is_in_step: bool) -> dict[int, Arrival]:
-        """Lets reconnected nodes take part.
+        """Returns the reconnected nodes that take part from this step on; new ones have received the parameters `x`.
 
-        Args:
-            x: this node's parameters.
-            step: the step that begins.
-            is_in_step: whether nodes are in lockstep; if so, all let a node in at the same step.
-
-        Returns:
-            The nodes that take part from this step on.
+        If nodes are in lockstep (`is_in_step`), all let a node in at the same step.
         """
         self._look_on()
         entered: dict[int, Arrival] = {}
@@ -148,7 +139,6 @@ class Reception:
             self.look_for([peer])
 
     def close(self) -> None:
-        """Stops looking."""
         with self._lock:
             self._is_closed = True
             arrivals, self._arrivals = self._arrivals, {}
@@ -231,7 +221,6 @@ class Reception:
     def _connect_to(
         self, peer: int, attempt: int, agreement: Agreement, is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Connects to a neighbour in a thread of its own."""
         start = self._starts[peer]
 
         def look() -> None:
@@ -268,7 +257,9 @@ class Reception:
             return False
         if one.is_new:
             self._give(one.edge, x)
-            self._receive_word(one.edge)
+            transfers = one.edge.begin()
+            one.edge.receive(torch.empty(1, dtype=torch.uint8), transfers)  # it has those of its other neighbours too
+            self._wait(one.edge, transfers)
         else:
             self._board.remove(lost_key(peer))
         return True
@@ -277,12 +268,6 @@ class Reception:
         hosts, transfers = [vector.cpu() for vector in vectors], edge.begin()
         for host in hosts:
             edge.send(host, transfers)
-        self._wait(edge, transfers)
-
-    def _receive_word(self, edge: Edge) -> None:
-        """Waits until a node that received this node's parameters also has those of its other neighbours."""
-        transfers = edge.begin()
-        edge.receive(torch.empty(1, dtype=torch.uint8), transfers)
         self._wait(edge, transfers)
 
     def _wait(self, edge: Edge, transfers: Transfers) -> None:
@@ -313,7 +298,3 @@ def _start_thread(run: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run, name="hf-diloco-returns", daemon=True)
     thread.start()
     return thread
-
-
-def _rest_seconds(num_again: int) -> float:
-    return min(float(2 ** (num_again - 1)), MAX_REST_SECONDS) if num_again else 0.0
