@@ -45,10 +45,9 @@ def make_optimizer(
     slowmo: SlowMoSettings | None = None,
     **settings: Any,
 ) -> GossipOptimizer:
-    """Makes the optimizer of that name for one node.
+    """Makes the optimizer of that name (see `find_method`) for one node.
 
     Args:
-        name: see `find_method`.
         params, neighbours, lr: see `GossipOptimizer`.
         slowmo: settings of a slow momentum over the method; None: no slow momentum.
         settings: the method's own.
@@ -66,8 +65,7 @@ def make_optimizer(
                 f"{', '.join(accepted) or 'none'} (null leaves out what a run file sets)"
             )
         _check_kind(setting, value, accepted[setting].annotation)
-    make: Any = method
-    optimizer: GossipOptimizer = make(params, neighbours, lr, **settings)
+    optimizer = method(params, neighbours, lr, **settings)
     if slowmo is not None:
         optimizer.add_slow_momentum(slowmo)
     return optimizer

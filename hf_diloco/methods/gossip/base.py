@@ -50,8 +50,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         refuses_payload: why the setting `payload` cannot be used, with the remedy; empty if it can.
         is_in_step: whether nodes are in lockstep, none more than a few steps ahead of another.
         state_names: names of the vectors in the method's state, besides the parameters: d values each.
-        neighbours: this node's end of the graph.
-        traffic: traffic of the last step.
+        traffic: of the last step.
     """
 
     name: ClassVar[str]
@@ -88,14 +87,12 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         self._show_state()
 
     def check_graph(self) -> None:
-        """Raises `ConfigError` if the method, with its settings, does not converge on the graph."""
+        """Raises `ConfigError` if the method, with these settings, does not converge on the graph."""
 
     def add_slow_momentum(self, settings: SlowMoSettings) -> None:
         """Adds an outer step of SlowMo after every `sync_every` steps; call it before the first step.
 
-        Raises:
-            ConfigError: SlowMo cannot be combined with the method.
-            UnsupportedError: the nodes cannot average such parameters.
+        Raises as `check_slow_momentum`, or `UnsupportedError` if the nodes cannot average such parameters.
         """
         self.check_slow_momentum(settings)
         if settings.average:
@@ -115,11 +112,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         """
 
     def sent_ahead(self, x: torch.Tensor) -> tuple[Vectors, Vectors] | None:
-        """Returns the inputs and outputs that `update` will mix, if known before the gradient; else None.
-
-        Args:
-            x: the parameters, flat.
-        """
+        """Returns the inputs and outputs that `update` will mix, if known from the parameters before the gradient."""
         return None
 
     @property
@@ -165,13 +158,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes a step on this node, together with the others.
-
-        Args:
-            closure: reevaluates the model, and returns the loss.
-
-        Returns:
-            The closure's loss.
+        """Takes a step on this node, together with the others; returns the loss of the closure, called before.
 
         Raises:
             IslandLostError: a node did not answer within the timeout. The parameters are undefined.
@@ -214,8 +201,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def flat_parameters(self) -> torch.Tensor:
         """All parameters as one vector, in the order in which nodes send them; read only.
 
-        Raises:
-            UnsupportedError: an exchange has begun.
+        Raises `UnsupportedError` if an exchange has begun.
         """
         self._check_nothing_begun()
         self._adopt()
@@ -223,13 +209,10 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def begin_at(self, enter: Callable[[torch.Tensor], int]) -> int:
-        """Enters a run that went on without this node, with the initial state of the method.
+        """Enters a run that went on without this node, with the initial state of the method; returns the next step.
 
         Args:
             enter: overwrites the flat parameters with the new ones, and returns the next step.
-
-        Returns:
-            The next step.
 
         Raises:
             UnsupportedError: the method's state cannot be reset on one node alone, or an exchange has begun.
@@ -245,8 +228,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def begin_training(self) -> None:
         """Resets the method's state and the number of steps, but keeps the parameters; call it on all nodes.
 
-        Raises:
-            UnsupportedError: an exchange has begun.
+        Raises `UnsupportedError` if an exchange has begun.
         """
         self._check_nothing_begun()
         self._adopt()
@@ -278,11 +260,9 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
     def mix(
         self, vector: torch.Tensor, out: torch.Tensor, topology: Topology | None = None, step: int | None = None
     ) -> torch.Tensor:
-        """Writes Σ_j w_ij vector_j to `out`, which must not overlap `vector`, and returns `out`.
+        """Writes Σ_j w_ij vector_j to `out`, of equal size and no overlap, and returns `out`.
 
-        Args:
-            vector, out: of equal size; `vector` is not modified.
-            topology, step: select the weights, see `Neighbours.mix`. Default: those of this step.
+        `topology` and `step` select the weights, see `Neighbours.mix`. Default: those of this step.
         """
         self.check_sent(vector)
         step = self.num_steps if step is None else step
@@ -338,7 +318,7 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Like torch's, with the outer state of SlowMo."""
+        """Like torch's, with SlowMo's outer state."""
         state = super().state_dict()
         return state if self._slow is None else {**state, "slowmo": self._slow.state_dict()}
 

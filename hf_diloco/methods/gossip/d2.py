@@ -46,13 +46,7 @@ class D2(GossipOptimizer):
     def __init__(
         self, params: ParamsT, neighbours: Neighbours, lr: float, *, weight_decay: float = 0.0, lars: float = 0.0
     ) -> None:
-        """
-        Args:
-            params, neighbours, lr, weight_decay, lars: see `GossipOptimizer`.
-
-        Raises:
-            ConfigError: the graph is directed, or changes over time.
-        """
+        """Raises `ConfigError` if the graph is directed, or changes. For the arguments see `GossipOptimizer`."""
         super().__init__(params, neighbours, lr, weight_decay=weight_decay, lars=lars)
 
     def check_graph(self) -> None:

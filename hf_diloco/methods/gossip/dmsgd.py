@@ -52,8 +52,7 @@ class DmSGD(MomentumOptimizer):
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
         if self.combine_first:
-            mixed = self.mix(x, out=self.received)
-            self.descend(mixed, g, x, self.nesterov)
+            self.descend(self.mix(x, out=self.received), g, out=x)
         else:
-            self.descend(x, g, g, self.nesterov)
+            self.descend(x, g, out=g)
             self.mix(g, out=x)

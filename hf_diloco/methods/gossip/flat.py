@@ -57,18 +57,13 @@ class Part:
 class FlatParameters:
     """The parameters of an optimizer as views of one vector; their values and memory formats do not change.
 
-    Args:
-        groups: the optimizer's; parameters are all fp32 or all fp64, on one device.
-        method: the optimizer's name in messages.
-
     Attributes:
         parameters: of all groups, one after the other.
         spans: the slice of the flat vectors that each group occupies.
-        x: the d values of the parameters.
-        g: a buffer for their gradients.
+        x, g: the d values of the parameters; a buffer for their gradients.
 
     Raises:
-        UnsupportedError: parameters of other or several dtypes or devices.
+        UnsupportedError: parameters are not all fp32 or all fp64, on one device.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], method: str) -> None:
@@ -91,8 +86,7 @@ class FlatParameters:
     def adopt(self, drain: Callable[[], None]) -> None:
         """Makes parameters views of `x`; repeats this for parameters that were given other memory since.
 
-        Args:
-            drain: called before a write to `x`, which an exchange may still be reading.
+        Calls `drain` before a write to `x`, which an exchange may still be reading.
 
         Raises:
             UnsupportedError: a parameter moved to another device, or has another dtype.
@@ -111,9 +105,6 @@ class FlatParameters:
 
     def read_gradients(self, node: int, step: int) -> None:
         """Copies the parameters' gradients to `g`. A gradient of None becomes zero; if a value is not finite, all do.
-
-        Args:
-            node, step: for messages.
 
         Raises:
             ExchangeError: the parameters are not finite either, or `MAX_LEFT_OUT` gradients in a row were not finite.
@@ -191,11 +182,7 @@ class FlatParameters:
 
 
 def check_finite(vectors: Iterable[torch.Tensor], node: int, step: int) -> None:
-    """Checks vectors before they are sent.
-
-    Raises:
-        ExchangeError: a value is not finite. It would spread to the neighbours, and from them to all nodes.
-    """
+    """Raises `ExchangeError` if a value is not finite: it would spread to the neighbours, and from them to all."""
     if not all(map(_is_finite, vectors)):
         raise ExchangeError(
             f"step {step + 1}: the parameters of node {node} are beyond all bounds, and not sent to others. If these "
@@ -237,7 +224,6 @@ def check_below_1(setting: str, value: float) -> None:
 
 
 def _common_kind(parameters: Sequence[torch.nn.Parameter]) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device that all parameters share."""
     if not parameters:
         raise ConfigError("the parameter groups are empty: give parameters that are trained")
     kinds = {(parameter.dtype, parameter.device) for parameter in parameters}

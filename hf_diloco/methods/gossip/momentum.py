@@ -10,9 +10,10 @@ from hf_diloco.methods.gossip.base import GossipOptimizer
 
 
 class MomentumOptimizer(GossipOptimizer):
-    """A method whose state is a momentum of d values."""
+    """A method whose state is a momentum of d values; if `nesterov`, it looks ahead."""
 
     state_names = ("momentum_buffer",)
+    nesterov: bool = False
 
     def __init__(
         self,
@@ -24,13 +25,10 @@ class MomentumOptimizer(GossipOptimizer):
         weight_decay: float = 0.0,
         lars: float = 0.0,
     ) -> None:
-        """
-        Args:
-            params, neighbours, lr, momentum, weight_decay, lars: see `GossipOptimizer`.
-        """
+        """For the arguments see `GossipOptimizer`."""
         super().__init__(params, neighbours, lr, momentum=momentum, weight_decay=weight_decay, lars=lars)
 
-    def descend(self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, nesterov: bool) -> None:
+    def descend(self, x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
         """m ← βm + g; writes x - γm, or x - γ (g + βm) with Nesterov, to `out`, which may be x or g. Overwrites g.
 
         The momentum is that of `torch.optim.SGD`.
@@ -39,5 +37,5 @@ class MomentumOptimizer(GossipOptimizer):
         for part in self.parts():
             gradient = g[part.where]
             m = momentum[part.where].mul_(part.momentum).add_(gradient)
-            direction = gradient.add_(m, alpha=part.momentum) if nesterov else m
+            direction = gradient.add_(m, alpha=part.momentum) if self.nesterov else m
             torch.add(x[part.where], direction, alpha=-part.lr, out=out[part.where])

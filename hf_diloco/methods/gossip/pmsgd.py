@@ -53,7 +53,6 @@ class PmSGD(MomentumOptimizer):
         neighbours.check_average(self._g)
 
     def check_entry(self) -> None:
-        """Raises `UnsupportedError`: all nodes hold the same momentum, and a node without it would differ for good."""
         raise UnsupportedError(
             f"{self.name}: a node cannot return, as it lacks the momentum of the others; start all nodes again from "
             "their checkpoints, or choose a method whose nodes average with neighbours"
@@ -70,4 +69,4 @@ class PmSGD(MomentumOptimizer):
         self.traffic += self.neighbours.average(g)
 
     def update(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        self.descend(x, g, x, self.nesterov)
+        self.descend(x, g, out=x)

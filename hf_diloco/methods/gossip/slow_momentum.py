@@ -39,7 +39,6 @@ class SlowMomentum:
     all: v = 0, and the mean of their parameters.
 
     Args:
-        settings: see `SlowMoSettings`.
         spans: the slice of each parameter group in the flat vectors, in order.
 
     Attributes:
@@ -55,12 +54,7 @@ class SlowMomentum:
         self._is_late = False
 
     def begin(self, x: torch.Tensor, is_late: bool) -> None:
-        """Sets x_0 to `x`, and v to 0.
-
-        Args:
-            x: the parameters, flat; copied.
-            is_late: whether other nodes may have another x_0, or a v that is not 0.
-        """
+        """Sets x_0 to a copy of `x`, and v to 0; `is_late`: other nodes may have another x_0, or a v that is not 0."""
         self._outer.start(x)
         self.has_begun = True
         self._is_late = is_late and self.settings.average
@@ -70,7 +64,7 @@ class SlowMomentum:
         return num_steps % self.settings.sync_every == 0
 
     def step(self, x: torch.Tensor, rates: Sequence[float], buffers: Vectors, neighbours: Neighbours) -> Traffic:
-        """Takes the outer step. With the average, collective over the nodes.
+        """Takes the outer step; returns this node's traffic. With the average, collective over the nodes.
 
         If too many nodes are lost to form an average, skips the outer step with a warning: the node goes on from its
         own parameters, and counts as late.
@@ -79,10 +73,6 @@ class SlowMomentum:
             x: the parameters, flat; overwritten with x_0.
             rates: learning rates of the last step, one per group.
             buffers: vectors to average together with the parameters; overwritten.
-            neighbours: this node's end of the graph.
-
-        Returns:
-            This node's traffic.
         """
         traffic = Traffic()
         if self.settings.average:
@@ -102,11 +92,7 @@ class SlowMomentum:
         return {**outer, "is_late": self._is_late}
 
     def load_state_dict(self, state: Mapping[str, Any], like: torch.Tensor) -> None:
-        """Restores a state of `state_dict`.
-
-        Args:
-            state: copied.
-            like: the parameters, flat.
+        """Restores a copy of a state of `state_dict`, to the device of the parameters `like`.
 
         Raises:
             CheckpointError: the state belongs to another model, or to other parameter groups.

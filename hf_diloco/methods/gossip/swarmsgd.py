@@ -135,10 +135,10 @@ class SwarmSGD(MomentumOptimizer):
         number, rest = divmod(self.num_steps, self.local_steps)
         is_last = rest == self.local_steps - 1 and bool(self._partners)
         if is_last and self.blocking:
-            self.descend(x, g, g, self.nesterov)
+            self.descend(x, g, out=g)
             self.mix(g, out=x, topology=self._matching, step=number)
             return
-        self.descend(x, g, x, self.nesterov)
+        self.descend(x, g, out=x)
         if is_last:
             self._take(x, self.partner(number))
             self._publish(x)
@@ -149,11 +149,7 @@ class SwarmSGD(MomentumOptimizer):
         self._has_published = False
 
     def partner(self, number: int) -> int:
-        """Returns the node whose model this one averages with, in the form that does not block.
-
-        Args:
-            number: of the average, from 0.
-        """
+        """Returns the node whose model this one takes in an average, by its number from 0, if nodes do not block."""
         # Not a generator of NumPy or torch: their numbers may change between versions.
         text = f"{self.seed} {self.neighbours.node} {number}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -185,15 +181,12 @@ class SwarmSGD(MomentumOptimizer):
         self._has_published = True
 
     def _publish(self, x: torch.Tensor) -> None:
-        """Publishes this node's model."""
         if self._published is None:
             return
         self.check_sent(x)
         if self._codec:
             self._codec.encode(x, self._payload)
-            self._published.publish(self._payload)
-        else:
-            self._published.publish(x.view(torch.uint8))
+        self._published.publish(self._payload if self._codec else x.view(torch.uint8))
         self._has_published = True
 
     def _take(self, x: torch.Tensor, partner: int) -> None:

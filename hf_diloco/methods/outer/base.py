@@ -34,11 +34,9 @@ Run = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Groups:
-    """The inner optimizer's parameter groups, and the values of a rank's part in each.
+    """The number of the inner optimizer's parameter groups, and the runs of a rank's part in each, in order.
 
-    Attributes:
-        count: the number of groups.
-        runs: runs of the rank's part, in order; empty if there is one group.
+    There are no runs if there is one group.
     """
 
     count: int = 1
@@ -105,21 +103,11 @@ class OuterMethod(ABC):
     @classmethod
     @abstractmethod
     def make(cls, config: DiLoCoConfig, groups: Groups) -> OuterMethod:
-        """Makes the method with these settings.
-
-        Args:
-            config: the outer loop's settings.
-            groups: the inner optimizer's; known only if `wants_rates`.
-        """
+        """Makes the method with these settings; the inner optimizer's `groups` are known only if `wants_rates`."""
 
     @classmethod
     def choose(cls, config: DiLoCoConfig, num_rounds: int | None) -> Chosen:
-        """Chooses values for the settings that are "auto".
-
-        Args:
-            config: the outer loop's settings; already checked, so only settings in `chooses` are "auto".
-            num_rounds: the number of rounds of the run, if known.
-        """
+        """Chooses values for the settings that are "auto"; `num_rounds` of the run is None if unknown."""
         return Chosen()
 
     @classmethod
@@ -138,11 +126,7 @@ class OuterMethod(ABC):
         return {}
 
     def buffers(self, optimizer: str) -> Buffers:
-        """What happens to the inner optimizer's buffers when a round begins.
-
-        Args:
-            optimizer: the name of the inner optimizer's class.
-        """
+        """What happens to the buffers of an inner optimizer of the class `optimizer` when a round begins."""
         return "keep"
 
     # A round
@@ -154,9 +138,7 @@ class OuterMethod(ABC):
     def pseudo_gradient_(self, parameters: torch.Tensor) -> float:
         """Replaces an island's current `parameters` in place by its pseudo-gradient: outer parameters minus its own.
 
-        Returns:
-            The sum of squares of the pseudo-gradient. It is not finite if and only if a value is not finite, or too
-            large for its square.
+        Returns its sum of squares, which is not finite if and only if a value is not finite, or too large to square.
         """
         import torch
 

@@ -34,10 +34,7 @@ class DiLoCo(OuterMethod):
     Every operation is a plain multiplication, addition or subtraction. Fused operations (as in `torch.optim.SGD`)
     round differently on different processor types, but islands must agree to the last bit.
 
-    Args:
-        lr: outer learning rate.
-        momentum: outer momentum, from 0 up to 1.
-        nesterov: whether the momentum looks ahead.
+    The momentum is from 0 up to 1; if `nesterov`, it looks ahead.
     """
 
     name = "diloco"

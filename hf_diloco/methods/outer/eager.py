@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 
 
 class Eager(DiLoCo):
-    """DiLoCo's outer SGD on Delta~: 12 bytes of state per parameter.
-
-    Args:
-        lr: outer learning rate.
-        momentum: outer momentum, from 0 up to 1.
-        nesterov: whether the momentum looks ahead.
-        num_islands: M.
-    """
+    """DiLoCo's outer SGD on Delta~, with M = `num_islands`: 12 bytes of state per parameter."""
 
     name = "eager"
     summary = "DiLoCo that takes its own part of a round at once, the others' one round later: the exchange is hidden"
@@ -89,8 +82,7 @@ class Eager(DiLoCo):
     def last_parameters(self, means: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns a copy of the outer parameters after a last outer step, which anticipates no further round.
 
-        Args:
-            means: Delta(t-1) and Delta(t).
+        `means` are Delta(t-1) and Delta(t).
         """
         import torch
 

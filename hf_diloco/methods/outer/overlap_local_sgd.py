@@ -41,11 +41,7 @@ class OverlapOptions(MethodOptions):
 
 
 class OverlapLocalSGD(DiLoCo):
-    """DiLoCo's outer SGD with learning rate 1 and heavy-ball momentum: 8 bytes of state per parameter.
-
-    Args:
-        momentum: of the anchor, beta, from 0 up to 1.
-    """
+    """DiLoCo's outer SGD with learning rate 1 and heavy-ball momentum: 8 bytes of state per parameter."""
 
     name = "overlap-local-sgd"
     summary = "an anchor that pulls the islands; the exchange passes behind the inner steps of a whole period"

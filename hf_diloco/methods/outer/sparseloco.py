@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 class SparseLoCo(DiLoCo):
-    """DiLoCo's outer SGD without momentum: 4 bytes of state per parameter, and 8 for error feedback.
-
-    Args:
-        lr: outer learning rate.
-    """
+    """DiLoCo's outer SGD without momentum: 4 bytes of state per parameter, and 8 for error feedback."""
 
     name = "sparseloco"
     summary = "DiLoCo with top-k pseudo-gradients in 2 bits, and error feedback instead of momentum"
