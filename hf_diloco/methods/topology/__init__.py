@@ -90,11 +90,9 @@ def from_weights(weights: ArrayLike, name: str = "own weights") -> PeriodicTopol
     Args:
         weights: numbers [num_nodes, num_nodes], or [period, num_nodes, num_nodes] for weights that change; see
             `Topology.weights`.
-        name: the graph's name in messages.
 
     Raises:
-        ConfigError: not such an array; or the weights are not doubly stochastic, or averaging does not bring all nodes
-            to their mean.
+        ConfigError: not such an array, or as `Topology.check`.
     """
     try:
         matrices = np.asarray(weights, dtype=np.float64)
@@ -135,7 +133,6 @@ def from_graph(graph: Graph, name: str = "own graph") -> PeriodicTopology:
 
     Args:
         graph: undirected and connected. Nodes are numbered in its order, unless their labels are 0 to n - 1.
-        name: the graph's name in messages.
 
     Raises:
         ConfigError: the graph is directed, empty or not connected.

@@ -1,12 +1,9 @@
-"""The interface of a graph: the weights with which each node averages its neighbours' vectors.
-
-And checks that averaging with given weights converges.
-"""
+"""A graph: the weights with which each node averages its neighbours' vectors, and checks that averaging converges."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import TypeVar
 
@@ -43,10 +40,7 @@ class Topology(ABC):
 
     @abstractmethod
     def weights(self, step: int = 0) -> Weights:
-        """Returns W at a step, the same on all nodes.
-
-        Args:
-            step: from 0.
+        """Returns W at a step, from 0, the same on all nodes.
 
         Returns:
             float64 [num_nodes, num_nodes], read-only; entry (i, j) is the weight that node i gives to node j's vector.
@@ -112,8 +106,18 @@ class Topology(ABC):
         matrices = [self.weights(step) for step in range(self.period or 1)]
         for matrix in matrices:
             check_weights(matrix, self.name)
-        if self.period is not None:
-            check_mixing(matrices, self.rho, self.name)
+        if self.period is None:
+            return
+        if apart := _apart(np.any([matrix > 0 for matrix in matrices], axis=0)):
+            raise ConfigError(
+                f"{self.name}: not connected: nothing goes between node 0 and {name_all(apart, 'node')}; add weights "
+                "that join them"
+            )
+        if self.rho > 1 - TOLERANCE:
+            raise ConfigError(
+                f"{self.name}: rho is {self.rho:.12g}: nodes pass vectors on and come no closer; give each a weight "
+                "for itself"
+            )
 
     def _others(self, weights: Weights, node: int) -> tuple[int, ...]:
         return tuple(int(other) for other in np.flatnonzero(weights) if other != node)
@@ -126,21 +130,16 @@ _ROUNDING = 1e-12  # below it a product counts as the exact average: its root wo
 
 
 class PeriodicTopology(Topology):
-    """Weights that repeat after a number of steps, or never change.
+    """Weights that repeat after a number of steps, or never change. Call `check` to validate them.
 
-    Attributes:
-        matrices: float64 [period, num_nodes, num_nodes], read-only: the weights of each step.
+    Args:
+        matrices: float64 [period, num_nodes, num_nodes], or [num_nodes, num_nodes] for weights that never change. The
+            attribute is read-only, and always has the first form.
     """
 
     period: int
 
     def __init__(self, name: str, matrices: Weights) -> None:
-        """
-        Args:
-            name: see `Topology`.
-            matrices: as the attribute, or [num_nodes, num_nodes] for weights that never change. Call `check` to
-                validate them.
-        """
         self.name = name
         self.matrices = np.array(matrices, dtype=np.float64, ndmin=3)
         self.matrices.setflags(write=False)
@@ -186,12 +185,7 @@ def check_num_nodes(num_nodes: int, name: str) -> None:
 
 
 def check_weights(weights: Weights, name: str) -> None:
-    """Raises `ConfigError` unless the weights of a step are square, finite, not negative and doubly stochastic.
-
-    Args:
-        weights: float64; must be [num_nodes, num_nodes].
-        name: the graph's, for the message.
-    """
+    """Raises `ConfigError` unless the weights of a step are square, finite, not negative and doubly stochastic."""
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1] or not weights.size:
         raise ConfigError(f"{name}: weights of shape {weights.shape}: give a row and a column for each node")
     for fault, wrong in (("not finite", ~np.isfinite(weights)), ("negative", weights < 0)):
@@ -207,26 +201,6 @@ def check_weights(weights: Weights, name: str) -> None:
                 f"{name}: {line} {worst} sums to {sums[worst]:.12g}; make rows and columns sum to 1 within "
                 f"{TOLERANCE:g} (all digits of float64), or give a networkx graph, for which weights are computed"
             )
-
-
-def check_mixing(matrices: Sequence[Weights], rho: float, name: str) -> None:
-    """Raises `ConfigError` unless repeated averaging brings all nodes to their mean.
-
-    Args:
-        matrices: the weights of each step of a period, doubly stochastic.
-        rho: as `Topology.rho`.
-        name: the graph's, for the message.
-    """
-    apart = _apart(np.any([matrix > 0 for matrix in matrices], axis=0))
-    if apart:
-        raise ConfigError(
-            f"{name}: not connected: nothing goes between node 0 and {name_all(apart, 'node')}; add weights that join "
-            "them"
-        )
-    if rho > 1 - TOLERANCE:
-        raise ConfigError(
-            f"{name}: rho is {rho:.12g}: nodes pass vectors on and come no closer; give each a weight for itself"
-        )
 
 
 def _apart(heard: NDArray[np.bool_]) -> list[int]:

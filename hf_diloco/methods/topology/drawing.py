@@ -33,9 +33,7 @@ def check_picture(path: Path) -> None:
 def draw(topology: Topology, path: Path) -> None:
     """Draws a graph: arrows from sender to receiver, plain lines if links go both ways; wider for larger weights.
 
-    Args:
-        topology: the graph; if its weights change, the first 4 steps are drawn.
-        path: the file, replaced if it exists; its suffix determines the format.
+    If weights change, draws the first 4 steps. Replaces the file, whose suffix determines the format.
 
     Raises:
         ConfigError: the format is not supported.

@@ -29,10 +29,7 @@ def metropolis(graph: Graph) -> Weights:
     weight. Loops, parallel edges and edge weights are ignored.
 
     Args:
-        graph: undirected; nodes are numbered in its order.
-
-    Returns:
-        float64 [num_nodes, num_nodes].
+        graph: undirected; rows and columns of the result, float64 [num_nodes, num_nodes], are in its order.
     """
     number = {node: index for index, node in enumerate(graph)}
     degrees = {node: len({node, *graph[node]}) for node in graph}
@@ -125,10 +122,7 @@ def one_peer_exponential(num_nodes: int) -> PeriodicTopology:
 def _metropolis(name: str, num_nodes: int, make: Callable[[Any], Graph]) -> PeriodicTopology:
     """Makes a graph with Metropolis weights. Nodes are numbered in sorted order: a grid by row, a hypercube by bits.
 
-    Args:
-        name: of the graph.
-        num_nodes: the number of nodes.
-        make: makes the networkx graph; called with the module networkx, which is not imported with this file.
+    `make` gets the module networkx, which is not imported with this file.
     """
     import networkx as nx
 

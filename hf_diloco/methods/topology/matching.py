@@ -54,20 +54,12 @@ class RandomMatching(_Matching):
     name = "random-matching"
 
     def __init__(self, num_nodes: int, seed: int = 0) -> None:
-        """
-        Args:
-            num_nodes: n, at least 1.
-            seed: any number; other seeds give other pairs.
-
-        Raises:
-            ConfigError: no nodes.
-        """
+        """Raises `ConfigError` if there are no nodes. Other seeds give other pairs."""
         check_num_nodes(num_nodes, self.name)
         self.num_nodes = num_nodes
         self.seed = seed
 
     def pairs(self, step: int = 0) -> list[tuple[int, int]]:
-        """Returns the n // 2 pairs of nodes that average at a step."""
         order = sorted(range(self.num_nodes), key=lambda node: self._hash(step, node))
         return list(zip(order[::2], order[1::2], strict=False))  # drops the last node if n is odd
 
@@ -91,18 +83,12 @@ class RandomEdgeMatching(_Matching):
     """
 
     def __init__(self, graph: Topology, seed: int = 0) -> None:
-        """
-        Args:
-            graph: its neighbours may form pairs.
-            seed: any number; other seeds give other pairs.
-        """
         self.name = f"random matching on {graph.name}"
         self.num_nodes = graph.num_nodes
         self.seed = seed
         self._links = links(graph)
 
     def pairs(self, step: int = 0) -> list[tuple[int, int]]:
-        """Returns the pairs of nodes that average at a step, each with the lower number first."""
         taken: set[int] = set()
         pairs = []
         for one, other in sorted(self._links, key=lambda link: self._hash(step, *link)):
@@ -112,7 +98,7 @@ class RandomEdgeMatching(_Matching):
         return pairs
 
     def steps_to_all(self) -> int:
-        """See `Topology.steps_to_all`.
+        """Expects each link to be drawn often enough.
 
         A link is drawn if it comes first among the d_i + d_j - 1 links at its two ends, itself included, which has a
         probability of at least p = 1 / (d_i + d_j - 1). News needs D such draws to travel the largest distance D. The

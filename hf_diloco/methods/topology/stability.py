@@ -59,11 +59,7 @@ def growth(topology: Topology, beta: float, omega: float = 0.0) -> float:
 def largest_stable_beta(topology: Topology, omega: float = 0.0) -> float:
     """Returns the momentum below which a method is stable on a graph; 1 if every momentum is (checked up to 0.999).
 
-    NaN if that is not known, as for a user's own graph whose weights are drawn.
-
-    Args:
-        topology: as for `growth`.
-        omega: the share of the momentum that is averaged; 0: DecentLaM.
+    NaN if that is not known, as for a user's own graph whose weights are drawn. For the arguments see `growth`.
     """
     if topology.is_static and topology.is_symmetric and omega <= SAFE_OMEGA:
         return 1.0
@@ -84,11 +80,9 @@ def largest_stable_beta(topology: Topology, omega: float = 0.0) -> float:
 
 
 def check_decentlam(topology: Topology, beta: float) -> None:
-    """Raises `ConfigError` if DecentLaM diverges on a graph, however small the learning rate.
+    """Raises `ConfigError` if DecentLaM diverges on a graph (as for `growth`), however small the learning rate.
 
-    Args:
-        topology: as for `growth`.
-        beta: the momentum; other values than from 0 to below 1 raise `ConfigError`, too.
+    The momentum is from 0 to below 1, or raises `ConfigError`, too.
     """
     largest = _largest_below(topology, beta, omega=0.0)
     if largest is not None:
@@ -101,13 +95,7 @@ def check_decentlam(topology: Topology, beta: float) -> None:
 
 
 def check_momentum_consensus(topology: Topology, beta: float, omega: float) -> None:
-    """Raises `ConfigError` if momentum consensus diverges on a graph, however small the learning rate.
-
-    Args:
-        topology: as for `growth`.
-        beta: the momentum; other values than from 0 to below 1 raise `ConfigError`, too.
-        omega: the share of the momentum that is averaged, from 0 to 1.
-    """
+    """Like `check_decentlam`, for momentum consensus with the share omega, from 0 to 1, of averaged momentum."""
     largest = _largest_below(topology, beta, omega)
     if largest is not None:
         safe_is_stable = omega != SAFE_OMEGA and beta < largest_stable_beta(topology, SAFE_OMEGA)
@@ -120,11 +108,7 @@ def check_momentum_consensus(topology: Topology, beta: float, omega: float) -> N
 
 
 def _largest_below(topology: Topology, beta: float, omega: float) -> float | None:
-    """Returns the limit of stable momentum if `beta` reaches it, else None.
-
-    Raises:
-        ConfigError: `beta` is out of range, or it is not known how much momentum the graph bears.
-    """
+    """Returns the limit of stable momentum if `beta` reaches it; raises `ConfigError` if that limit is not known."""
     if not 0 <= beta < 1:
         raise ConfigError(f"momentum {beta}: give a number from 0 to below 1")
     largest = largest_stable_beta(topology, omega)
