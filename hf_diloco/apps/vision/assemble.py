@@ -119,8 +119,7 @@ def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData)
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     """Returns the share of examples whose highest logit is their class, for `Trainer`'s `compute_metrics`.
 
-    Args:
-        prediction: logits [examples, classes], or a tuple that begins with them, and labels [examples].
+    Predictions are logits [examples, classes], or a tuple that begins with them.
     """
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     return {"accuracy": float(np.mean(np.argmax(logits, axis=-1) == prediction.label_ids))}
@@ -159,5 +158,4 @@ class _Epochs(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called when an epoch begins, or continues after a resume."""
         self._data.set_epoch(math.floor((state.epoch or 0) + 1e-6))

@@ -48,7 +48,6 @@ class ImageData:
         train: this node's share, with augmentation.
         evaluation: equal on all nodes, without augmentation.
         labels: names of the classes, by number.
-        image_size: pixels per side.
         share_sizes: number of examples of each node.
         label_counts: number of examples of each class in this node's share.
         processor: saved with the model; converts raw pictures to the evaluation's pixels, within 1e-5.
@@ -75,10 +74,8 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     """Opens, splits, resizes, normalises and shares.
 
     Args:
-        data: the settings.
         model: the model's settings, for a checkpoint's size, channels and normalisation.
-        node, num_nodes: this node's number, from 0, and the number of nodes.
-        seed: seed of shares and augmentation, equal on all nodes. The evaluation set does not depend on it.
+        seed: of shares and augmentation, equal on all nodes. The evaluation set does not depend on it.
 
     Raises:
         ConfigError: the data cannot be read, do not fit the model, or are too few.
@@ -91,7 +88,7 @@ def build_images(data: ImageDataBlock, model: ImageModelBlock, node: int, num_no
     shares = assign_shares(source.train.labels, num_nodes, data.shares, data.dirichlet_alpha, seed)
     mine = shares[node]
     labels = source.train.labels[mine]
-    processor = with_normalization(preprocessing.processor, list(normalization.mean), list(normalization.std))
+    processor = with_normalization(preprocessing.processor, normalization)
     _check_processor(processor, preprocessing, normalization, source.evaluation.open(0))
     images: Images | RandomCrops = train
     if (parts := data.augment.random_resized_crop) is not None:  # cut from the pictures at full size
@@ -152,8 +149,6 @@ def assign_shares(
 
     Args:
         labels: int64 [examples].
-        num_nodes: number of nodes.
-        kind: how to share.
         alpha: above 0; small: few classes per node; large: like iid.
         seed: equal on all nodes.
 
@@ -178,13 +173,7 @@ def assign_shares(
 def draw_proportions(
     available: IntArray, num_nodes: int, alpha: float, generator: np.random.RandomState
 ) -> _FloatMatrix:
-    """Draws the proportions of the classes for each node.
-
-    Args:
-        available: int64 [classes], number of examples of each class.
-        num_nodes: number of nodes.
-        alpha: above 0.
-        generator: its state advances.
+    """Draws the proportions of the classes for each node, from int64 [classes] available examples.
 
     Returns:
         fp64 [nodes, classes], rows from Dir(alpha * p) that sum to 1, with p the classes' shares of all examples.

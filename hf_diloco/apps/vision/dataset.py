@@ -33,9 +33,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     Args:
         images: the pixels, or random parts of pictures.
         labels: int64 [examples].
-        normalization: applied to the pixels.
         augmentation: random changes, drawn from `seed`; if None or inactive, all epochs are equal.
-        seed: the run's seed.
         numbers: int64 [examples], their indices in the whole training set, on which augmentation depends.
     """
 
@@ -85,15 +83,9 @@ def collate(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
 
 
 def augment(block: AugmentBlock, pixels: torch.Tensor, seed: int, epoch: int, examples: IntArray) -> torch.Tensor:
-    """Augments a batch: crop with padding, then flip. Resized crops come before: see `RandomCrops`.
+    """Augments a batch, uint8 [batch, channels, size, size]: crop with padding, then flip.
 
-    Args:
-        block: the changes.
-        pixels: uint8 [batch, channels, size, size].
-        seed, epoch, examples: as for `uniform`.
-
-    Returns:
-        uint8 of the same shape.
+    Resized crops come before: see `RandomCrops`. For seed, epoch and examples see `uniform`.
     """
     if block.random_crop == 0 and not block.horizontal_flip:
         return pixels
@@ -116,11 +108,6 @@ class RandomCrops:
     """Pixels of random parts of pictures, stretched to the model's size, as usual for ImageNet (arXiv 1409.4842).
 
     Parts are cut out of the picture at full size; pictures are decoded on every read.
-
-    Attributes:
-        pictures: the pictures.
-        preprocessing: has the model's size and channels.
-        block: the distribution of the parts.
     """
 
     pictures: Pictures
@@ -149,16 +136,10 @@ class RandomCrops:
 def crop_boxes(
     block: ResizedCropBlock, heights: IntArray, widths: IntArray, seed: int, epoch: int, examples: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Draws top, left, height and width of a random part of each picture, in pixels.
+    """Draws top, left, height and width of a random part of each picture; all int64 [pictures], in pixels.
 
     The area is uniform in `scale`, the logarithm of width / height uniform in `ratio`. A side longer than the picture
-    is clipped to it, where torchvision draws again.
-
-    Args:
-        block: `scale` and `ratio`.
-        heights: int64 [pictures], in pixels.
-        widths: likewise.
-        seed, epoch, examples: as for `uniform`.
+    is clipped to it, where torchvision draws again. For seed, epoch and examples see `uniform`.
     """
     low, high = block.scale
     area = heights * widths * (low + (high - low) * uniform("area", seed, epoch, examples))
@@ -176,8 +157,6 @@ def uniform(draw: str, seed: int, epoch: int, examples: IntArray) -> FloatArray:
 
     Args:
         draw: the purpose of the number; different draws are independent.
-        seed: the run's seed.
-        epoch: from 0.
         examples: int64 [batch], numbers of the examples in the whole training set.
     """
     key = np.zeros(1, dtype=np.uint64)

@@ -48,36 +48,25 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class ArrayPictures:
-    """Grey pictures of one size in memory.
-
-    Attributes:
-        array: uint8 [examples, rows, columns].
-        labels: int64 [examples].
-    """
+    """Grey pictures of one size in memory: uint8 [examples, rows, columns]."""
 
     array: UInt8Array
     labels: IntArray
 
     def open(self, index: int) -> Image:
-        """Returns one picture of mode L."""
         from PIL import Image
 
         return Image.fromarray(self.array[index])
 
     def select(self, indices: IntArray) -> ArrayPictures:
-        """Returns the pictures at `indices`, in this order."""
         return ArrayPictures(self.array[indices], self.labels[indices])
 
 
 @dataclass(frozen=True)
 class DatasetPictures:
-    """Rows of a dataset, decoded on every read.
+    """Rows of a dataset with the single column `image`, decoded on every read.
 
-    Attributes:
-        dataset: has the single column `image`.
-        labels: int64 [examples].
-        where: the user's name for the dataset, for errors.
-        rows: int64 [examples], their row numbers in the whole dataset.
+    Errors name the dataset by `where`, and pictures by their `rows` in the whole dataset, int64 [examples].
     """
 
     dataset: Dataset
@@ -106,7 +95,6 @@ class DatasetPictures:
         return f"picture {self.rows[index]} of {self.where}{file}"
 
     def select(self, indices: IntArray) -> DatasetPictures:
-        """Returns the pictures at `indices`, in this order."""
         return DatasetPictures(self.dataset.select(indices), self.labels[indices], self.where, self.rows[indices])
 
 
@@ -185,12 +173,7 @@ def sample_pixels(images: Images, number: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Normalization:
-    """Pixels from 0 to 1 minus `mean`, divided by `std`.
-
-    Attributes:
-        mean: mean of each channel.
-        std: standard deviation of each channel, above 0.
-    """
+    """Pixels from 0 to 1 minus `mean` of each channel, divided by its standard deviation, `std`, above 0."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]

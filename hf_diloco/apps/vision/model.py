@@ -47,7 +47,6 @@ def build_model(block: ImageModelBlock, data: ImageData, seed: int) -> PreTraine
     """Creates a model with fp32 weights on the CPU: initialised from `seed`, or loaded, with a new head from `seed`.
 
     Args:
-        block: the settings.
         data: determines channels, size and classes.
         seed: equal on all nodes. Seeds the generators of Python, numpy and torch.
 

@@ -16,6 +16,7 @@ import torch
 from hf_diloco.apps.common.hub import loading
 from hf_diloco.apps.vision.images import (
     ArrayPictures,
+    Normalization,
     Pictures,
     UInt8Array,
     first_pictures,
@@ -40,7 +41,7 @@ class Preprocessing:
     """How a picture becomes pixels.
 
     Attributes:
-        processor: the transformers processor; its mean and std may be None.
+        processor: its mean and std may be None.
         image_size: pixels per side.
         num_channels: 1 or 3.
         stretches: whether the processor only stretches, so that a picture of this size stays unchanged.
@@ -118,9 +119,9 @@ def geometry(processor: BaseImageProcessor, image: Image) -> UInt8Array:
     return pixels
 
 
-def with_normalization(processor: BaseImageProcessor, mean: list[float], std: list[float]) -> BaseImageProcessor:
+def with_normalization(processor: BaseImageProcessor, normalization: Normalization) -> BaseImageProcessor:
     """Copies a processor with this normalisation of pixels from 0 to 1, and conversion to RGB for three channels."""
-    changed = copy.deepcopy(processor)
+    changed, mean, std = copy.deepcopy(processor), list(normalization.mean), list(normalization.std)
     settings: dict[str, Any] = {"image_mean": mean, "image_std": std, "do_normalize": True, "do_rescale": True}
     for key, value in {**settings, "rescale_factor": 1 / 255, "do_convert_rgb": len(mean) == 3}.items():
         setattr(changed, key, value)

@@ -38,12 +38,9 @@ _REMEDY = "download it again, or give the right folder as data.path"
 
 @dataclass(frozen=True)
 class Source:
-    """The pictures before they are shared, equal on all nodes.
+    """The pictures before they are shared, equal on all nodes, and the names of the classes, by number.
 
-    Attributes:
-        train: pictures for training.
-        evaluation: pictures for evaluation, none of which are in `train`.
-        label_names: names of the classes, by number.
+    No picture is both in `train` and `evaluation`.
     """
 
     train: Pictures
@@ -303,14 +300,10 @@ def _column(dataset: Dataset, column: str) -> list[Any]:
 
 
 def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
-    """Reads one file of unsigned bytes.
+    """Reads one file of unsigned bytes, compressed if its name ends with .gz, as a writable uint8 array.
 
     Args:
-        path: the file; compressed if its name ends with .gz.
         num_dimensions: 3 for images (examples, rows, columns), 1 for labels.
-
-    Returns:
-        A writable uint8 array.
 
     Raises:
         ConfigError: the file cannot be read, is of another type, or its size does not match its header; the message
@@ -338,11 +331,7 @@ def read_idx(path: Path, num_dimensions: int) -> UInt8Array:
 
 
 def read_images_and_labels(folder: Path, prefix: str) -> tuple[UInt8Array, IntArray]:
-    """Reads images, uint8 [examples, rows, columns], and labels, int64 [examples], of one split.
-
-    Args:
-        folder: contains PREFIX-images-idx3-ubyte and PREFIX-labels-idx1-ubyte, plain or with .gz.
-        prefix: train or t10k.
+    """Reads images, uint8 [examples, rows, columns], and labels, int64 [examples], of one split, train or t10k.
 
     Raises:
         ConfigError: a file is missing or invalid, or the files have different numbers of examples.
