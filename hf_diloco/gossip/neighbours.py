@@ -122,7 +122,10 @@ class Neighbours(ABC):
         return self.swap(pieces)
 
     def swap(self, pieces: Sequence[Piece]) -> Traffic:
-        """Sends pieces to receivers, and receives those of neighbours. Raises like `mix`, which is built on it."""
+        """Sends pieces to receivers, and receives those of neighbours; returns this node's traffic.
+
+        Raises like `mix`, which is built on it, and `UnsupportedError` if the transport does not support pieces.
+        """
         raise UnsupportedError(f"{type(self).__name__} moves vectors as they are only: set payload to fp32")
 
     def begin(self, vectors: Vectors, outs: Vectors, step: int) -> None:  # noqa: B027 - most exchange in `mix` alone

@@ -34,12 +34,7 @@ _last: dict[tuple[str | None, int], tuple[int, ExitStack]] = {}
 
 
 def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> NodeNeighbours:
-    """Connects to the other nodes. Collective over the ranks of the node.
-
-    Args:
-        config: the settings.
-        topology: the graph named in the settings.
-        island: the ranks of this node.
+    """Connects to the other nodes. Collective over the ranks of the node, `island`.
 
     Raises:
         ConfigError: there are several nodes, and this one has no number.

@@ -131,13 +131,13 @@ class GroupAverage:
             self._buffer = torch.empty(vector.numel())
         self._values = self._buffer[: vector.numel()].copy_(vector)  # a failed exchange must not change `vector`
         self._exchange_begun = time.monotonic()
-        traffic = self._group.average(self._values, [1.0] * len(self._group_members), _FP32)
+        traffic = self._group.average(self._values, [1.0] * len(self._group_members), CODECS["fp32"])
         self.members = self._group_members
         return traffic
 
     def _vote(self) -> None:
         assert self._group is not None
-        self._group.average(torch.zeros(1), [1.0] * len(self._group_members), _FP32)
+        self._group.average(torch.zeros(1), [1.0] * len(self._group_members), CODECS["fp32"])
 
     def _give_up(self, error: ExchangeError) -> None:
         """Leaves the group; marks nodes whose connection broke as suspects, for which the next group waits briefly."""
@@ -284,6 +284,3 @@ class GroupAverage:
 
     def _key(self, what: int | str) -> str:
         return f"average{self._attempt}/{what}"
-
-
-_FP32 = CODECS["fp32"]

@@ -94,10 +94,7 @@ class StragglerTimeout:
         return Deadline(0) if self._has_given_up else self._limit
 
     def renew(self, factor: float = 1) -> None:
-        """Restarts the timeout, multiplied by a factor.
-
-        For when a neighbour was dropped, for which others may have waited too, or has made progress.
-        """
+        """Restarts the timeout, times `factor`: others waited for a dropped neighbour too, or one made progress."""
         self._looked_at = self._clock.now()
         self._ends_at = self._looked_at + factor * self.seconds
 

@@ -85,11 +85,9 @@ class Joining:
 
     Args:
         endpoint: this node's; connecting to a restarted node may take as long as an exchange.
-        board: the mesh's records in the store.
         members: this node and the others; sends heartbeats from now on.
         peers: its neighbours.
         connect_timeout: seconds to wait for all neighbours.
-        notes: log for which nodes this node waits.
 
     Attributes:
         start: which of this node's starts this is, from 1.
@@ -223,8 +221,7 @@ class Joining:
         """Reconnects to a neighbour; also opens the links for published payloads, if nodes publish.
 
         Args:
-            peer: the neighbour.
-            start: the number of its current start.
+            start: the number of the neighbour's current start.
             attempt: 0 if the neighbour was restarted; the number of this attempt if it goes on, as this node does.
             meanwhile: see `Endpoint.lane`.
 

@@ -46,7 +46,6 @@ class MeshPublished(Published):
     Args:
         endpoint: this node's; a payload may take as long as an exchange.
         neighbours: the nodes that this one may read from, and that may read from it; each has the other in its list.
-        name: identifies the links in the store.
     """
 
     def __init__(self, endpoint: Endpoint, neighbours: Collection[int], name: str = "published") -> None:

@@ -101,9 +101,7 @@ class Reception:
         """Begins to look for these nodes too."""
         now = time.monotonic()
         with self._lock:
-            for peer in peers:
-                num_again = self._num_again[peer]
-                self._lost[peer] = now + (min(2.0 ** (num_again - 1), MAX_REST_SECONDS) if num_again else 0.0)
+            self._lost.update({peer: now + _rest_seconds(self._num_again[peer]) for peer in peers})
         self._look_on()
 
     def _look_on(self) -> None:
@@ -258,7 +256,7 @@ class Reception:
         if one.is_new:
             self._give(one.edge, x)
             transfers = one.edge.begin()
-            one.edge.receive(torch.empty(1, dtype=torch.uint8), transfers)  # it has those of its other neighbours too
+            one.edge.receive(torch.empty(1, dtype=torch.uint8), transfers)  # once it has those of all neighbours
             self._wait(one.edge, transfers)
         else:
             self._board.remove(lost_key(peer))
@@ -298,3 +296,7 @@ def _start_thread(run: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run, name="hf-diloco-returns", daemon=True)
     thread.start()
     return thread
+
+
+def _rest_seconds(num_again: int) -> float:
+    return min(float(2 ** (num_again - 1)), MAX_REST_SECONDS) if num_again else 0.0

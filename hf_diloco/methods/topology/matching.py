@@ -98,7 +98,7 @@ class RandomEdgeMatching(_Matching):
         return pairs
 
     def steps_to_all(self) -> int:
-        """Expects each link to be drawn often enough.
+        """See `Topology.steps_to_all`.
 
         A link is drawn if it comes first among the d_i + d_j - 1 links at its two ends, itself included, which has a
         probability of at least p = 1 / (d_i + d_j - 1). News needs D such draws to travel the largest distance D. The
