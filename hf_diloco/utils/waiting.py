@@ -70,24 +70,22 @@ class WaitNotes:
         """See `name_all`."""
         return name_all(numbers, self.unit)
 
-    def say(self, begun: float, text: Callable[[], str]) -> None:
-        """Logs `text()`, if the wait that began at `begun` is long enough and nothing was logged recently."""
+    def is_due(self, waited: float) -> bool:
+        """Whether to log a wait of this many seconds now: it is long enough, and nothing was logged recently."""
         now = self.clock.now()
-        if now - begun >= self.first and now >= self._next_at:
-            self._next_at = now + self._every
-            logger.warning("%s", text())
+        if waited < self.first or now < self._next_at:
+            return False
+        self._next_at = now + self._every
+        return True
 
 
 class Wait:
     """One wait, which starts with this object; see `WaitNotes.begin`."""
 
-    def __init__(
-        self, notes: WaitNotes, limit: float, prefix: str, suffix: str, why: Callable[[], str] = lambda: ""
-    ) -> None:
+    def __init__(self, notes: WaitNotes, limit: float, prefix: str, suffix: str, why: Callable[[], str]) -> None:
         self._notes = notes
-        self._limit = limit
-        self._prefix = prefix
-        self._suffix = suffix
+        self._limit = "" if limit == float("inf") else f" of {limit:,.0f} s"
+        self._prefix, self._suffix = prefix, suffix
         self._why = why
         self._begun = notes.clock.now()
 
@@ -98,16 +96,13 @@ class Wait:
             missing: numbers of the missing islands or nodes, or text; called only if a line is logged.
             why: why they are missing, if known.
         """
-
-        def text() -> str:
+        waited = self._notes.clock.now() - self._begun
+        if self._notes.is_due(waited):
             found = missing() if callable(missing) else missing
             names = found if isinstance(found, str) else self._notes.names(found)
-            waited = self._notes.clock.now() - self._begun
-            limit = "" if self._limit == float("inf") else f" of {self._limit:,.0f} s"
             known = why or self._why()
-            return f"{self._prefix}waiting for {names}{self._suffix} ({waited:,.0f} s{limit}{known and f'; {known}'})"
-
-        self._notes.say(self._begun, text)
+            details = f"{waited:,.0f} s{self._limit}{known and f'; {known}'}"
+            logger.warning("%swaiting for %s%s (%s)", self._prefix, names, self._suffix, details)
 
     @contextmanager
     def blocking(self, missing: Callable[[], str | Collection[int]] | str | Collection[int]) -> Iterator[None]:
