@@ -9,29 +9,28 @@ A TCP connection sends no more in a round trip than its buffers hold, and slows 
 links, several connections between two islands, each a group of its own, carry more than one.
 
 Ends find each other in a `Meeting`; with a key they prove there that they hold it, and all traffic on their
-connections is sealed.
+connections is sealed (`Sealer`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 import torch
 import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from hf_diloco.errors import ExchangeError, IslandLostError, StoreError
-from hf_diloco.sealing.channel import Channel
+from hf_diloco.sealing.channel import OVERHEAD, Channel
 from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.meeting import Meeting
-from hf_diloco.transport.sealer import Sealer
-from hf_diloco.transport.transfers import Deadline, Failure, Waiter, Work, reason
+from hf_diloco.transport.transfers import Deadline, Failure, Transfers, Waiter, Work, reason
 from hf_diloco.utils.listening import GlooListener
 from hf_diloco.utils.threads import call_within, outlive_gloo
 
@@ -49,68 +48,7 @@ own thread would see the other end refuse after it gave up, and abort the proces
 PROBE_TAG = 0
 """Transfers are tagged from 1."""
 
-
-class _Check(NamedTuple):
-    received: torch.Tensor
-    is_sound: Callable[[], bool]
-    peer: int
-
-
-class Transfers:
-    """Transfers in flight, each with its peer, so that a failure can name the island.
-
-    Attributes:
-        damaged: peers whose data arrived corrupt. They were replaced by zeros, which every codec can decode.
-    """
-
-    def __init__(self) -> None:
-        self.works: list[Work] = []
-        self.damaged: set[int] = set()
-        self._checks: list[_Check] = []
-        self._endings: list[Callable[[], None]] = []
-        self._numbers: Counter[tuple[str, int, int]] = Counter()
-        self._sent = self._received = 0
-
-    def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
-        self.works.append(work)
-        self._sent += sent
-        self._received += received
-
-    def number(self, operation: str, peer: int, tag: int) -> int:
-        """Numbers the transfers in one direction with one tag, from 0; the same at both ends."""
-        self._numbers[operation, peer, tag] += 1
-        return self._numbers[operation, peer, tag] - 1
-
-    def expect(self, received: torch.Tensor, is_sound: Callable[[], bool], peer: int) -> None:
-        """Registers a check of received data, which `check` runs."""
-        self._checks.append(_Check(received, is_sound, peer))
-
-    def when_done(self, ending: Callable[[], None]) -> None:
-        """Registers a function that `check` calls; it is not called if the transfers fail."""
-        self._endings.append(ending)
-
-    def check(self) -> None:
-        """Checks the received data once all transfers are done; see `damaged`."""
-        for received, is_sound, peer in self._checks:
-            if not is_sound():
-                received.zero_()
-                self.damaged.add(peer)
-        for ending in self._endings:
-            ending()
-        self._checks.clear()
-        self._endings.clear()
-
-    def drop(self) -> None:
-        """Drops all transfers in flight: they hold the group, and the group its sockets."""
-        self.works.clear()
-        self._checks.clear()
-        self._endings.clear()
-
-    def take_traffic(self) -> Traffic:
-        """Returns the traffic since the last call."""
-        traffic = Traffic(self._sent, self._received)
-        self._sent = self._received = 0
-        return traffic
+_MIN_KEPT_BYTES = 1 << 12
 
 
 class Connections:
@@ -314,6 +252,69 @@ class Connections:
                     self._probe(peer, connection).handle.wait(timedelta(milliseconds=1))
                 except (RuntimeError, IslandLostError):
                     continue
+
+
+class Sealer:
+    """Seals what one end sends, and opens what it receives. Any number of threads may use it.
+
+    A message is sealed from the caller's tensor into a reusable buffer, from which it is sent, and opened from a
+    reusable buffer into the caller's tensor: one pass over memory each, as for the checksum without a key. A message
+    that is only authenticated is sent in place, followed by its signature.
+    """
+
+    def __init__(self, channels: Mapping[End, Channel]) -> None:
+        self.channels = channels
+        self._staging = _Staging()
+
+    def seal(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
+        """Returns the tensors to send, in this order."""
+        channel, place = self.channels[end], (tag, transfers.number("send", end.peer, tag))
+        if not channel.encrypts:
+            return [part, torch.frombuffer(bytearray(channel.sign(place, _bytes(part))), dtype=torch.uint8)]
+        sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
+        transfers.when_done(give_back)
+        channel.seal_into(place, _bytes(part), _bytes(sealed))
+        return [sealed]
+
+    def expect(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
+        """Returns the tensors to receive, in this order. `part` is complete once the transfers were waited for and
+        checked."""
+        channel, place = self.channels[end], (tag, transfers.number("recv", end.peer, tag))
+        if not channel.encrypts:
+            signature = torch.empty(OVERHEAD, dtype=torch.uint8)
+            transfers.expect(part, lambda: channel.verify(place, _bytes(part), bytes(signature.numpy())), end.peer)
+            return [part, signature]
+        sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
+        transfers.expect(part, partial(channel.open_into, place, _bytes(sealed), _bytes(part)), end.peer)
+        transfers.when_done(give_back)
+        return [sealed]
+
+
+class _Staging:
+    """Host memory that is reused for any message that fits: fresh memory costs eight times as much.
+
+    Buffers have a power of two of bytes, because the last chunk of every fragment has a length of its own. Pages that
+    were never written take no memory.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Returns a buffer and the function that returns it to the pool, to be called when no transfer uses it any
+        more."""
+        size = 1 << (num_bytes - 1).bit_length()
+        free = self._free[size] if num_bytes >= _MIN_KEPT_BYTES else []
+        try:
+            taken = free.pop()
+        except IndexError:
+            taken = torch.empty(size, dtype=torch.uint8)
+        return taken[:num_bytes], partial(free.append, taken)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a 1-D host tensor (no copy)."""
+    return tensor.detach().view(torch.uint8).numpy().data
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -29,9 +29,9 @@ from hf_diloco.transport.base import (
     cut_into_pieces,
     weighted_mean,
 )
-from hf_diloco.transport.connections import Connections, Transfers
+from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.messages import Messages
-from hf_diloco.transport.transfers import Deadline, LossNotes
+from hf_diloco.transport.transfers import Deadline, LossNotes, Transfers
 
 Watch = Callable[[], Callable[[], None]]
 

@@ -1,5 +1,5 @@
-"""Waits for transfers in flight: a thread that blocks on them, deadlines, and notes that tell which island was lost
-first when others fail after it."""
+"""Transfers in flight: a thread that blocks on them, deadlines, and notes that tell which island was lost first when
+others fail after it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import re
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import torch
+
 from hf_diloco.errors import StoreError
 from hf_diloco.store.values import ValueStore
+from hf_diloco.transport.base import Traffic
 from hf_diloco.utils.threads import call_within
 
 NOTE_SECONDS = 2.0
@@ -116,6 +120,69 @@ def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -
             return Failure(work.peer, reason(error))
         progress.position += 1
     return None
+
+
+class _Check(NamedTuple):
+    received: torch.Tensor
+    is_sound: Callable[[], bool]
+    peer: int
+
+
+class Transfers:
+    """Transfers in flight, each with its peer, so that a failure can name the island.
+
+    Attributes:
+        damaged: peers whose data arrived corrupt. They were replaced by zeros, which every codec can decode.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.damaged: set[int] = set()
+        self._checks: list[_Check] = []
+        self._endings: list[Callable[[], None]] = []
+        self._numbers: Counter[tuple[str, int, int]] = Counter()
+        self._sent = self._received = 0
+
+    def add(self, work: Work, sent: int = 0, received: int = 0) -> None:
+        self.works.append(work)
+        self._sent += sent
+        self._received += received
+
+    def number(self, operation: str, peer: int, tag: int) -> int:
+        """Numbers the transfers in one direction with one tag, from 0; the same at both ends."""
+        self._numbers[operation, peer, tag] += 1
+        return self._numbers[operation, peer, tag] - 1
+
+    def expect(self, received: torch.Tensor, is_sound: Callable[[], bool], peer: int) -> None:
+        """Registers a check of received data, which `check` runs."""
+        self._checks.append(_Check(received, is_sound, peer))
+
+    def when_done(self, ending: Callable[[], None]) -> None:
+        """Registers a function that `check` calls; it is not called if the transfers fail."""
+        self._endings.append(ending)
+
+    def check(self) -> None:
+        """Checks the received data once all transfers are done; see `damaged`."""
+        for received, is_sound, peer in self._checks:
+            if not is_sound():
+                received.zero_()
+                self.damaged.add(peer)
+        for ending in self._endings:
+            ending()
+        self._checks.clear()
+        self._endings.clear()
+
+    def drop(self) -> None:
+        """Drops all transfers in flight: they hold the group, and the group its sockets."""
+        self.works.clear()
+        self._checks.clear()
+        self._endings.clear()
+
+    def take_traffic(self) -> Traffic:
+        """Returns the traffic since the last call."""
+        traffic = Traffic(self._sent, self._received)
+        self._sent = self._received = 0
+        return traffic
 
 
 def reason(error: Exception) -> str:

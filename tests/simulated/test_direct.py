@@ -24,11 +24,11 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.values import LINKS, BytesRecord, ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.base import Lane, Traffic
-from hf_diloco.transport.connections import Transfers
+from hf_diloco.transport.connections import Sealer
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.sealer import Sealer
+from hf_diloco.transport.transfers import Transfers
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import count_files, run_islands, try_islands
 

@@ -25,13 +25,12 @@ from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.values import ValueStore
 from hf_diloco.transport import meeting
 from hf_diloco.transport.base import Lane
-from hf_diloco.transport.connections import Connections, Transfers
+from hf_diloco.transport.connections import Connections, Sealer
 from hf_diloco.transport.handshake import PLACE, End, Line
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import MeshTransport
-from hf_diloco.transport.sealer import Sealer
-from hf_diloco.transport.transfers import Deadline
+from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.public_keys import show_public
 from tests.clocks import LONG
 from tests.gossip_meshes import join, talk_together

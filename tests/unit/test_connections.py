@@ -23,12 +23,12 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.values import LINKS, ValueStore
 from hf_diloco.transport import connections
 from hf_diloco.transport.base import Exchange, Lane, RateLimit
-from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections, Transfers
+from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections
 from hf_diloco.transport.handshake import Line
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.mesh import MeshExchange
-from hf_diloco.transport.transfers import Deadline
+from hf_diloco.transport.transfers import Deadline, Transfers
 from tests.clocks import AT_ONCE, LONG
 from tests.islands import count_files, run_islands, try_islands
 from tests.tcp_stores import KeptStore

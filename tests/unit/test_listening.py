@@ -19,8 +19,8 @@ import torch
 
 from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Lane
-from hf_diloco.transport.connections import Connections, Transfers
-from hf_diloco.transport.transfers import Deadline
+from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door, raise_file_limit
 from tests.islands import run_islands
 from tests.processes import run

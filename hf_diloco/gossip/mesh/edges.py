@@ -16,8 +16,8 @@ from hf_diloco.sealing.channel import Parties
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Lane, RateLimit, Traffic
-from hf_diloco.transport.connections import Connections, Transfers
-from hf_diloco.transport.transfers import Deadline
+from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.transfers import Deadline, Transfers
 
 _FOREVER = timedelta(days=3650)
 

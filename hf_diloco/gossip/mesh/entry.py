@@ -27,7 +27,8 @@ from hf_diloco.gossip.mesh.exchange import StragglerTimeout
 from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.store import Board, entry_prefix, lost_key
 from hf_diloco.gossip.records import Record, whole_number
-from hf_diloco.transport.connections import PROBE_SECONDS, Transfers
+from hf_diloco.transport.connections import PROBE_SECONDS
+from hf_diloco.transport.transfers import Transfers
 
 T = TypeVar("T")
 

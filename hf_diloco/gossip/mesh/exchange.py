@@ -26,8 +26,7 @@ from hf_diloco.gossip.mesh.store import KEEPER, Board
 from hf_diloco.gossip.neighbours import Piece
 from hf_diloco.gossip.records import Record
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.connections import Transfers
-from hf_diloco.transport.transfers import Deadline
+from hf_diloco.transport.transfers import Deadline, Transfers
 from hf_diloco.utils.waiting import WaitNotes
 
 BYTES_IN_FLIGHT = 64 << 20

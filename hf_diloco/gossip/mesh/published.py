@@ -22,8 +22,7 @@ from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, Payloa
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
 from hf_diloco.gossip.published import Published, VersionedBuffer
 from hf_diloco.transport.base import Traffic
-from hf_diloco.transport.connections import Transfers
-from hf_diloco.transport.transfers import Deadline
+from hf_diloco.transport.transfers import Deadline, Transfers
 
 logger = logging.getLogger("hf_diloco")
 

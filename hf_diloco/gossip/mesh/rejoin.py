@@ -38,7 +38,7 @@ from hf_diloco.gossip.mesh.entry import Agreement, Proposer, Responder
 from hf_diloco.gossip.mesh.exchange import StragglerTimeout
 from hf_diloco.gossip.mesh.joining import LOOK_SECONDS, Announcement, Joining
 from hf_diloco.gossip.mesh.store import company_key, entry_prefix, greeting_key, lost_key
-from hf_diloco.transport.connections import Transfers
+from hf_diloco.transport.transfers import Transfers
 
 MAX_REST_SECONDS = 600.0
 """Reconnecting a link that breaks repeatedly backs off for one second, doubling up to this limit."""
