@@ -56,17 +56,12 @@ class RateLimit:
 
     Args:
         bytes_per_second: None lets everything through.
-        clock: the clock to wait by.
 
     Raises:
         ValueError: the limit is not more than 0.
     """
 
-    def __init__(
-        self,
-        bytes_per_second: float | None = None,
-        clock: Clock = REAL,
-    ) -> None:
+    def __init__(self, bytes_per_second: float | None = None, clock: Clock = REAL) -> None:
         if bytes_per_second is not None and not bytes_per_second > 0:
             raise ValueError(f"bytes_per_second={bytes_per_second}: input should be more than 0, or None")
         self.bytes_per_second = bytes_per_second
@@ -176,11 +171,8 @@ class Exchange(ABC):
         """Replaces `values` (fp32, host, 1-D, equal length everywhere) by the weighted mean over the islands.
 
         Args:
-            values: this island's values; overwritten.
             weights: one non-negative weight per island, equal on all; an island of weight 0 takes part in the
                 transfer, but its values are never used, not even if they are NaN.
-            codec: the number format on the wire.
-            observe: see `Observer`.
 
         Raises:
             IslandLostError: an island did not send or receive in time.
@@ -212,8 +204,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def messages(self) -> dict[int, bytes]:
-        """Returns the peers' messages that belong to the latest `send_message` here, as far as they have arrived
-        undamaged. Does not block."""
+        """Returns the peers' messages that belong to the latest `send_message` and have arrived undamaged. Does not
+        block."""
 
     def find_broken(self) -> list[int]:
         """Returns the islands whose connection is known to have broken since the last exchange; does not block."""

@@ -54,9 +54,6 @@ _MIN_KEPT_BYTES = 1 << 12
 class Connections:
     """The owners of one lane, fully connected.
 
-    Args:
-        lane: their common settings.
-
     Raises:
         IslandLostError: the others did not connect in time; or this end cannot listen: its own island is named.
         ForgedError: a peer that answered does not hold the key; its island is named.
@@ -214,23 +211,20 @@ class Connections:
         while True:
             try:
                 failure = self._results.get(timeout=PROBE_SECONDS)
+                break
             except Empty:
                 position = self._waiter.position
                 if position == suspect:
                     raise self.lost(works[position].peer, "its connection broke") from None
                 # Probe only this transfer's connection: an idle connection of the peer closes before those that still
                 # deliver data which the peer sent before it left.
-                is_held_up = position < len(works) and self._is_broken(
-                    works[position].peer, works[position].connection
-                )
+                is_held_up = position < len(works) and self._is_broken(*works[position][1:])
                 suspect = position if is_held_up else None
                 if meanwhile:
                     meanwhile()
-                continue
-            if failure:
-                works.clear()  # the error's traceback would keep the works alive, and they the sockets
-                raise self.lost(*failure)
-            return
+        if failure:
+            works.clear()  # the error's traceback would keep the works alive, and they the sockets
+            raise self.lost(*failure)
 
     def _is_broken(self, peer: int, connection: int) -> bool:
         """Whether a connection is broken: Gloo then refuses a receive. On an intact one the probing receive just stays
@@ -264,15 +258,15 @@ class Sealer:
 
     def __init__(self, channels: Mapping[End, Channel]) -> None:
         self.channels = channels
-        self._staging = _Staging()
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
 
     def seal(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
         """Returns the tensors to send, in this order."""
         channel, place = self.channels[end], (tag, transfers.number("send", end.peer, tag))
         if not channel.encrypts:
             return [part, torch.frombuffer(bytearray(channel.sign(place, _bytes(part))), dtype=torch.uint8)]
-        sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
-        transfers.when_done(give_back)
+        sealed, give_back = self._take(part.nbytes + OVERHEAD)
+        transfers.endings.append(give_back)
         channel.seal_into(place, _bytes(part), _bytes(sealed))
         return [sealed]
 
@@ -284,25 +278,17 @@ class Sealer:
             signature = torch.empty(OVERHEAD, dtype=torch.uint8)
             transfers.expect(part, lambda: channel.verify(place, _bytes(part), bytes(signature.numpy())), end.peer)
             return [part, signature]
-        sealed, give_back = self._staging.take(part.nbytes + OVERHEAD)
+        sealed, give_back = self._take(part.nbytes + OVERHEAD)
         transfers.expect(part, partial(channel.open_into, place, _bytes(sealed), _bytes(part)), end.peer)
-        transfers.when_done(give_back)
+        transfers.endings.append(give_back)
         return [sealed]
 
+    def _take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Returns a buffer, and the function that frees it for reuse: fresh memory costs eight times as much.
 
-class _Staging:
-    """Host memory that is reused for any message that fits: fresh memory costs eight times as much.
-
-    Buffers have a power of two of bytes, because the last chunk of every fragment has a length of its own. Pages that
-    were never written take no memory.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-
-    def take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Returns a buffer and the function that returns it to the pool, to be called when no transfer uses it any
-        more."""
+        Buffers have a power of two of bytes, because the last chunk of every fragment has a length of its own. Pages
+        that were never written take no memory.
+        """
         size = 1 << (num_bytes - 1).bit_length()
         free = self._free[size] if num_bytes >= _MIN_KEPT_BYTES else []
         try:

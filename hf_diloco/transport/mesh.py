@@ -10,6 +10,7 @@ others.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from hf_diloco.transport.base import (
     cut_into_pieces,
     weighted_mean,
 )
-from hf_diloco.transport.connections import Connections
+from hf_diloco.transport.connections import PROBE_TAG, Connections
 from hf_diloco.transport.messages import Messages
 from hf_diloco.transport.transfers import Deadline, LossNotes, Transfers
 
@@ -52,7 +53,6 @@ class MeshExchange(Exchange):
     """The owners of one lane, connected by sockets on `address`.
 
     Args:
-        lane: the owners' common settings.
         notes: where islands note whom they lost; default: notes of this lane.
         watch: begins a wait for the others, and returns a function to call now and then until it is over; default:
             waits are not reported.
@@ -67,7 +67,7 @@ class MeshExchange(Exchange):
         self.num_islands = lane.num_islands
         self._timeout = lane.timeout
         self._peers = lane.peers
-        self._tag = 0
+        self._tags = itertools.count(PROBE_TAG + 1)
         self._watch = watch
         self._damaged: set[int] = set()
         self._expected: deque[Chunk] = deque()
@@ -77,7 +77,6 @@ class MeshExchange(Exchange):
         self._buffers: dict[str, torch.Tensor] = {}
         self._notes = notes or LossNotes(lane.store, lane.name, lane.island)
         self._rate_limit = lane.rate_limit
-        self._is_limited = lane.rate_limit.bytes_per_second is not None
         self.links = Connections(lane)
         self._messages = Messages(self.links, self._peers)
 
@@ -99,7 +98,7 @@ class MeshExchange(Exchange):
             assert chunk.size == part.numel(), f"{chunk.size} values were expected, not {part.numel()}"
             chunk.values = part
         try:
-            if not self._is_limited:  # with a rate limit, sending would block
+            if self._rate_limit.pace is None:  # with a rate limit, sending would block
                 for chunk in self._prepared:
                     self._scatter(chunk)
         except ExchangeError as error:
@@ -112,8 +111,7 @@ class MeshExchange(Exchange):
             if observe:
                 observe(values, values)
             return Traffic()
-        if self._is_limited:
-            self._check_rate(bytes_to_send(values.numel(), self.num_islands, codec))
+        self._check_rate(bytes_to_send(values.numel(), self.num_islands, codec))
         deadline = Deadline(self._timeout)
         pipeline: deque[Chunk] = deque()
         self._moved = Traffic()
@@ -145,14 +143,13 @@ class MeshExchange(Exchange):
         return self._moved
 
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
-        if self.island == source and self._is_limited:
+        if self.island == source:
             self._check_rate(values.nbytes * len(self._peers))
-        deadline = Deadline(self._timeout)
+        deadline, transfers = Deadline(self._timeout), Transfers()
         self._moved = Traffic()
-        transfers = Transfers()
         try:
             for chunk in values.split(CHUNK_VALUES) if values.numel() else ():
-                tag = self._next_tag()
+                tag = next(self._tags)
                 if self.island == source:
                     for peer in self._peers:
                         self.links.send(chunk, peer, tag, transfers)
@@ -186,9 +183,10 @@ class MeshExchange(Exchange):
 
     def _check_rate(self, num_bytes: int) -> None:
         """Closes, and raises, if the rate limit alone makes the exchange longer than its timeout."""
-        what, otherwise = "process sends in an exchange", "choose a payload of fewer bits"
         try:
-            self._rate_limit.check(num_bytes, what, self._timeout, otherwise)
+            self._rate_limit.check(
+                num_bytes, "process sends in an exchange", self._timeout, "choose a payload of fewer bits"
+            )
         except ExchangeError:
             self.close()
             raise
@@ -201,12 +199,9 @@ class MeshExchange(Exchange):
         Called before anything is sent: a sender without a posted receive must ask first, which takes a whole round
         trip.
         """
-        chunk = Chunk(size, slot, codec, averaged_by_all(self.num_islands, codec))
-        chunk.tag = self._next_tag()
-        if chunk.is_averaged_by_all:  # one trip instead of two
-            chunk.pieces = [slice(0, size)] * self.num_islands
-        else:
-            chunk.pieces = cut_into_pieces(size, self.num_islands, codec)
+        by_all = averaged_by_all(self.num_islands, codec)  # one trip instead of two
+        pieces = [slice(0, size)] * self.num_islands if by_all else cut_into_pieces(size, self.num_islands, codec)
+        chunk = Chunk(size, slot, codec, by_all, pieces, next(self._tags))
         try:
             self._receive_all(chunk)
         except ExchangeError:
@@ -221,11 +216,10 @@ class MeshExchange(Exchange):
             chunk.received[peer] = received
             self.links.receive(received, peer, chunk.tag, chunk.transfers)
         if not chunk.is_averaged_by_all:
-            chunk.result_tag = self._next_tag()
+            chunk.result_tag = next(self._tags)
             chunk.result = self._buffer("result", chunk.slot, chunk.codec.num_bytes(chunk.size))
             for peer in self._peers:
-                piece = chunk.result_of(peer)
-                self.links.receive(piece, peer, chunk.result_tag, chunk.results)
+                self.links.receive(chunk.result_of(peer), peer, chunk.result_tag, chunk.results)
 
     def _scatter(self, chunk: Chunk) -> None:
         """Encodes the chunk and starts sending each piece to the island that averages it, unless that has begun."""
@@ -318,10 +312,6 @@ class MeshExchange(Exchange):
             known = self._buffers[key] = torch.empty(num_bytes, dtype=torch.uint8)
         return known[:num_bytes]
 
-    def _next_tag(self) -> int:
-        self._tag += 1
-        return self._tag
-
 
 @dataclass
 class Chunk:
@@ -330,8 +320,8 @@ class Chunk:
     Attributes:
         size: number of values.
         slot: index of its buffers.
-        codec: the number format on the wire.
         is_averaged_by_all: every island averages the whole chunk, instead of a piece.
+        pieces: the piece that each island averages.
         values: the chunk's values; empty while the chunk is only expected.
     """
 
@@ -339,12 +329,12 @@ class Chunk:
     slot: int
     codec: Codec
     is_averaged_by_all: bool
+    pieces: list[slice]
+    tag: int
     values: torch.Tensor = field(default_factory=torch.Tensor)
-    tag: int = 0
     result_tag: int = 0
     code: torch.Tensor = field(default_factory=torch.Tensor)
     result: torch.Tensor = field(default_factory=torch.Tensor)
-    pieces: list[slice] = field(default_factory=list)
     received: dict[int, torch.Tensor] = field(default_factory=dict)
     is_scattered: bool = False
     is_reduced: bool = False

@@ -14,8 +14,8 @@ them elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import xxhash
@@ -33,26 +33,14 @@ _HEADER_BYTES = _CHECKSUM_BYTES + _LENGTH_BYTES
 _FOREVER = 365 * 86400.0  # a Gloo timeout would close the connection; callers have their own deadlines
 
 
-class _Expected(NamedTuple):
-    """The buffer and the transfers of one peer's message."""
-
-    frame: torch.Tensor
-    works: list[Work]
-
-
 class Messages:
-    """One end's messages to and from all peers. One thread at a time may use it.
-
-    Args:
-        links: joins this end to its peers.
-        peers: their numbers.
-    """
+    """One end's messages to and from all peers. One thread at a time may use it."""
 
     def __init__(self, links: Connections, peers: Sequence[int]) -> None:
         self._links = links
         self._peers = peers
         self._tag = FIRST_TAG
-        self._expected: dict[int, _Expected] = {}
+        self._expected: dict[int, tuple[torch.Tensor, list[Work]]] = {}  # by peer: the buffer, and its transfers
         self._heard: dict[int, bytes] = {}
         self._listener: Waiter | None = None
 
@@ -72,17 +60,14 @@ class Messages:
         if not self._expected:
             self._expect()
         tag, expected, self._heard = self._tag, self._expected, {}
-        channels = {peer: self._links.channel(peer, tag) for peer in self._peers}
-        for peer, channel in channels.items():
-            frame = _pack(message, tag, channel)
-            try:
-                expected[peer].works.append(self._links.send_whole(frame, peer, tag))
-            except ExchangeError:  # receiving from this peer fails, too
-                continue
+        for peer, (_, works) in expected.items():
+            with suppress(ExchangeError):  # receiving from this peer fails, too
+                frame = _pack(message, tag, self._links.channel(peer, tag))
+                works.append(self._links.send_whole(frame, peer, tag))
         self._tag += 1
         self._expect()
         for peer, (received, works) in expected.items():
-            take = partial(_take, received, tag, channels[peer], peer, self._heard, notify)
+            take = partial(_take, received, tag, self._links.channel(peer, tag), peer, self._heard, notify)
             self._listener.start(works, Deadline(_FOREVER), take)
         return True
 
@@ -103,12 +88,10 @@ class Messages:
         """Posts receives for all peers' next messages."""
         self._expected = {}
         for peer in self._peers:
-            frame = torch.zeros(MAX_FRAME_BYTES, dtype=torch.uint8)
-            self._expected[peer] = _Expected(frame, works := [])
-            try:
+            frame, works = torch.zeros(MAX_FRAME_BYTES, dtype=torch.uint8), list[Work]()
+            self._expected[peer] = frame, works
+            with suppress(ExchangeError):
                 works.append(self._links.receive_whole(frame, peer, self._tag))
-            except ExchangeError:
-                continue
 
 
 def _take(
@@ -130,7 +113,7 @@ def _pack(message: bytes, tag: int, channel: Channel | None) -> torch.Tensor:
     if len(message) > MAX_FRAME_BYTES - (_LENGTH_BYTES + OVERHEAD if channel else _HEADER_BYTES):
         message = b""
     if channel:
-        sealed = channel.seal(_place(tag), message)
+        sealed = channel.seal((tag, 0), message)
         return _tensor(len(sealed).to_bytes(_LENGTH_BYTES, "big") + sealed)
     body = len(message).to_bytes(_LENGTH_BYTES, "big") + message
     return _tensor(xxhash.xxh3_64_digest(body) + body)
@@ -140,16 +123,11 @@ def _unpack(frame: bytes, tag: int, channel: Channel | None) -> bytes | None:
     """Returns the message; None if it is damaged."""
     if channel:
         length = int.from_bytes(frame[:_LENGTH_BYTES], "big")
-        return channel.open(_place(tag), frame[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        return channel.open((tag, 0), frame[_LENGTH_BYTES : _LENGTH_BYTES + length])
     length = int.from_bytes(frame[_CHECKSUM_BYTES:_HEADER_BYTES], "big")
     body = frame[_CHECKSUM_BYTES : _HEADER_BYTES + length]
     is_whole = len(frame) >= _HEADER_BYTES + length and frame[:_CHECKSUM_BYTES] == xxhash.xxh3_64_digest(body)
     return body[_LENGTH_BYTES:] if is_whole else None
-
-
-def _place(tag: int) -> tuple[int, int]:
-    """The place of the only message with this tag."""
-    return tag, 0
 
 
 def _tensor(frame: bytes) -> torch.Tensor:

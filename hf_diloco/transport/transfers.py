@@ -58,11 +58,7 @@ class Deadline:
 
 
 class Waiter:
-    """A thread that blocks on transfers on behalf of others, one request after the other.
-
-    Args:
-        name: of the thread.
-    """
+    """A thread that blocks on transfers on behalf of others, one request after the other."""
 
     def __init__(self, name: str) -> None:
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
@@ -122,24 +118,19 @@ def _first_failure(works: list[Work], deadline: Deadline, progress: _Progress) -
     return None
 
 
-class _Check(NamedTuple):
-    received: torch.Tensor
-    is_sound: Callable[[], bool]
-    peer: int
-
-
 class Transfers:
     """Transfers in flight, each with its peer, so that a failure can name the island.
 
     Attributes:
         damaged: peers whose data arrived corrupt. They were replaced by zeros, which every codec can decode.
+        endings: functions that `check` calls at its end; they are not called if the transfers fail.
     """
 
     def __init__(self) -> None:
         self.works: list[Work] = []
         self.damaged: set[int] = set()
-        self._checks: list[_Check] = []
-        self._endings: list[Callable[[], None]] = []
+        self.endings: list[Callable[[], None]] = []
+        self._checks: list[tuple[torch.Tensor, Callable[[], bool], int]] = []
         self._numbers: Counter[tuple[str, int, int]] = Counter()
         self._sent = self._received = 0
 
@@ -155,11 +146,7 @@ class Transfers:
 
     def expect(self, received: torch.Tensor, is_sound: Callable[[], bool], peer: int) -> None:
         """Registers a check of received data, which `check` runs."""
-        self._checks.append(_Check(received, is_sound, peer))
-
-    def when_done(self, ending: Callable[[], None]) -> None:
-        """Registers a function that `check` calls; it is not called if the transfers fail."""
-        self._endings.append(ending)
+        self._checks.append((received, is_sound, peer))
 
     def check(self) -> None:
         """Checks the received data once all transfers are done; see `damaged`."""
@@ -167,16 +154,16 @@ class Transfers:
             if not is_sound():
                 received.zero_()
                 self.damaged.add(peer)
-        for ending in self._endings:
+        for ending in self.endings:
             ending()
         self._checks.clear()
-        self._endings.clear()
+        self.endings.clear()
 
     def drop(self) -> None:
         """Drops all transfers in flight: they hold the group, and the group its sockets."""
         self.works.clear()
         self._checks.clear()
-        self._endings.clear()
+        self.endings.clear()
 
     def take_traffic(self) -> Traffic:
         """Returns the traffic since the last call."""
