@@ -80,16 +80,15 @@ class BucketExchange:
         Args:
             values: fp32, host, contiguous, `length` values; unchanged.
             path: relative to the store's root.
-            codec: the number format of the object.
 
         Raises:
             StoreError: the write failed.
         """
         self._check(values, codec)
-        code = torch.empty(0 if codec.is_exact else codec.num_bytes(self.length), dtype=torch.uint8)
-        code = values.view(torch.uint8) if codec.is_exact else code
-        num_blocks = -(-self.length // OBJECT_BLOCK_VALUES)
-        num_bytes = codec.num_bytes(self.length) + (num_blocks * BLOCK_OVERHEAD if self._seal else 0)
+        num_bytes = codec.num_bytes(self.length)
+        code = values.view(torch.uint8) if codec.is_exact else torch.empty(num_bytes, dtype=torch.uint8)
+        if self._seal:
+            num_bytes += -(-self.length // OBJECT_BLOCK_VALUES) * BLOCK_OVERHEAD
         stored = torch.empty(num_bytes, dtype=torch.uint8) if self._seal else code
         with ThreadPoolExecutor(self._num_transfers, "hf-diloco-publish") as pool:
             digests = []
@@ -141,7 +140,6 @@ class BucketExchange:
             parts: each participant's objects, in any cut and order; those that do not overlap this rank's range are
                 not read.
             weights: one positive weight per participant.
-            codec: the number format of all objects.
             out: fp32, host, contiguous, `length` values; undefined after an error.
             observe: see `Observer`. It gets this island's own values: `own_values` if given, else the values of its
                 objects, else, for an island that takes no part, zeros.
@@ -165,7 +163,7 @@ class BucketExchange:
         covers = [find_cover(objects, self.start, self.length, codec) for objects in parts]
         if own is not None and own_values is not None:
             covers[own] = []  # nothing to read
-        mixer = _Mixer(self.start, len(parts), weights, codec, own, own_values)
+        mixer = _Mixer(self.start, weights, codec, own, own_values)
         with BlockReader(self._store, covers, self.start, self.length, self._num_transfers, self._seal) as reader:
             position = self.start
             while position < self.end:
@@ -211,40 +209,34 @@ class _Mixer:
     """Averages the participants' blocks, one cache-sized piece at a time."""
 
     start: int
-    num_parts: int
     weights: Sequence[float]
     codec: Codec
     own: int | None
     own_values: torch.Tensor | None
 
     def __post_init__(self) -> None:
-        self._decoded = [torch.empty(0 if self.codec.is_exact else BLOCK_VALUES) for _ in range(self.num_parts)]
+        self._decoded = [torch.empty(0 if self.codec.is_exact else BLOCK_VALUES) for _ in self.weights]
         self._zeros = torch.zeros(BLOCK_VALUES if self.own is None else 0)
 
     def mix(self, held: dict[int, LoadedBlock], low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (own values, mean) from `low` to `high`; overwrites these values in `held`."""
-        own_part = self._zeros[: high - low]
-        parts = []
+        own_part, parts, codec = self._zeros[: high - low], [], self.codec
         for participant, buffer in enumerate(self._decoded):
+            part = buffer[: high - low]
             if participant in held:
-                parts.append(self._decode(held[participant].view(low, high, self.codec), buffer[: high - low]))
+                code = held[participant].view(low, high, codec)
+                if codec.is_exact:
+                    part = code.view(torch.float32)
+                else:
+                    codec.decode(code, part)
+                if participant == self.own:
+                    own_part = part
             else:
                 assert self.own_values is not None
                 own_part = self.own_values[low - self.start : high - self.start]
-                parts.append(self._round_trip(own_part, buffer[: high - low]))
-            if participant == self.own and participant in held:
-                own_part = parts[-1]
+                if codec.is_exact:
+                    part = own_part
+                else:
+                    codec.round_trip(own_part, part)  # as the others decode them
+            parts.append(part)
         return own_part, weighted_mean(parts, self.weights, keep=NOBODY if self.own is None else self.own)
-
-    def _decode(self, code: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        if self.codec.is_exact:
-            return code.view(torch.float32)
-        self.codec.decode(code, buffer)
-        return buffer
-
-    def _round_trip(self, values: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns this island's own values as the others decode them."""
-        if self.codec.is_exact:
-            return values
-        self.codec.round_trip(values, buffer)
-        return buffer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -81,7 +82,7 @@ class Line:
         if self._channel:
             message = self._channel.seal((PLACE, self._num_sent), message)
             self._num_sent += 1
-        self._writer.write(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
+        self._writer.write(_framed(message))
 
     async def receive(self) -> bytes:
         """Returns the next message.
@@ -107,7 +108,7 @@ class Line:
 
     def send_parts(self, parts: Sequence[bytes]) -> None:
         """Sends several byte strings in one message."""
-        self.send(b"".join(len(part).to_bytes(_LENGTH_BYTES, "big") + part for part in parts))
+        self.send(b"".join(map(_framed, parts)))
 
     async def receive_parts(self, number: int) -> list[bytes]:
         """Receives a message of `send_parts` with this number of parts; raises as `receive`."""
@@ -138,6 +139,9 @@ class GlooAddresses(Store):
     Args:
         tell: sends a value to all other ends.
         deadline: until when to wait for values.
+
+    Attributes:
+        num_heard: the number of values received, by end.
     """
 
     def __init__(self, tell: Callable[[str, bytes], None], deadline: Deadline) -> None:
@@ -145,7 +149,7 @@ class GlooAddresses(Store):
         self._tell = tell
         self._deadline = deadline
         self._values: dict[str, bytes] = {}
-        self._num_heard: dict[int, int] = {}
+        self.num_heard: Counter[int] = Counter()
         self._failure: DiLoCoError | None = None
         self._changed = threading.Condition()
 
@@ -179,17 +183,17 @@ class GlooAddresses(Store):
             key, value = json.loads(message)
             with self._changed:
                 self._values.setdefault(str(key), bytes.fromhex(value))
-                self._num_heard[peer] = self.num_heard(peer) + 1
+                self.num_heard[peer] += 1
                 self._changed.notify_all()
         except (TypeError, RecursionError):
             raise ValueError(f"no address: {message[:80]!r}") from None
-
-    def num_heard(self, peer: int) -> int:
-        """Returns the number of values received from an end."""
-        return self._num_heard.get(peer, 0)
 
     def fail(self, error: DiLoCoError) -> None:
         """Ends all waiting with this error: no more values will come."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(_LENGTH_BYTES, "big") + message

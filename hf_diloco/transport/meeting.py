@@ -62,11 +62,7 @@ _LINGER_SECONDS = 10.0
 
 
 class Meeting:
-    """One end's part of the meeting. Gloo connects within the `with` block.
-
-    Args:
-        lane: with at least two ends.
-        deadline: for the whole meeting.
+    """The meeting of two or more ends, at one of them. Gloo connects within the `with` block.
 
     Attributes:
         channels: the channel of each connection; empty without a key.
@@ -95,8 +91,7 @@ class Meeting:
         self._place = Place(*listener.getsockname()[:2])
         is_up, self._all_connected = threading.Event(), threading.Event()
         self._failure: Exception | None = None
-        args = listener, is_up
-        threading.Thread(target=self._serve, args=args, name="hf-diloco-meeting", daemon=True).start()
+        threading.Thread(target=self._serve, args=(listener, is_up), name="hf-diloco-meeting", daemon=True).start()
         is_up.wait()
         if self._failure:
             raise self._failure
@@ -281,8 +276,8 @@ class Meeting:
                 self._note_unreached(peer, place, error)
 
     def _note_reached(self, peer: int) -> None:
-        for since in (self._closed_since, self._unreached_since):
-            since.pop(peer, None)
+        self._closed_since.pop(peer, None)
+        self._unreached_since.pop(peer, None)
 
     def _note_unreached(self, peer: int, place: Place, error: Exception) -> None:
         """Warns, once, long before the deadline, that an end has published an address that cannot be reached."""
@@ -348,7 +343,7 @@ class Meeting:
             if self._lines.get(peer) is line and not self._met.done():
                 self._hosts.pop(peer, None)
                 del self._lines[peer]
-            elif self._lines.get(peer) is line and self.addresses.num_heard(peer) < self._lane.num_connections:
+            elif self._lines.get(peer) is line and self.addresses.num_heard[peer] < self._lane.num_connections:
                 self.addresses.fail(self._lost([peer], "broke off while they connected"))
 
     def _refuse(self, peer: int, error: ForgedError, host: str) -> None:

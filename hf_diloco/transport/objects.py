@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated, Literal
 
 import numpy as np
@@ -157,15 +157,8 @@ def find_cover(objects: Sequence[ObjectInfo], start: int, length: int, codec: Co
 
 @dataclass(frozen=True)
 class Block:
-    """A block of which one reader needs the values from `low` to `high` (canonical).
-
-    Attributes:
-        participant: whose block it is.
-        info: the object.
-        number: the block's number in the object.
-        low: first value needed.
-        high: after the last value needed.
-    """
+    """Block `number` of a participant's object, of which one reader needs the values from `low` to `high`
+    (canonical)."""
 
     participant: int
     info: ObjectInfo
@@ -193,8 +186,6 @@ def iter_blocks(cover: Sequence[ObjectInfo], start: int, length: int, participan
 
     Args:
         cover: the result of `find_cover` for the same range.
-        start: canonical index of the first value needed.
-        length: values needed.
         participant: whose objects they are.
     """
     for info in cover:
@@ -249,14 +240,11 @@ class BlockReader:
         self._seal = seal
         streams = [iter_blocks(cover, start, length, participant) for participant, cover in enumerate(covers)]
         self._coming: Iterator[Block] = heapq.merge(*streams, key=lambda block: block.low)
-        self.buffer_bytes = max(
-            (
-                CODECS[info.codec].num_bytes(min(info.block_values, info.length, length))
-                for cover in covers
-                for info in cover
-            ),
-            default=0,
+        sizes = (
+            CODECS[info.codec].num_bytes(min(info.block_values, info.length, length))
+            for info in chain.from_iterable(covers)
         )
+        self.buffer_bytes = max(sizes, default=0)
         self._num_free = len(covers) + num_threads  # buffers that may still be allocated
         self._free: list[torch.Tensor] = []
         self._under_way: deque[tuple[Block, Future[LoadedBlock]]] = deque()

@@ -380,7 +380,7 @@ def test_what_is_no_address_of_gloo_is_not_taken(said: bytes) -> None:
     addresses = GlooAddresses(lambda key, value: None, Deadline(0.0))
     with pytest.raises(ValueError):
         addresses.hear(1, said)
-    assert addresses.num_heard(1) == 0
+    assert addresses.num_heard[1] == 0
     addresses.hear(1, b'["key", "00ff"]')
     assert addresses.get("key") == b"\x00\xff"
     with pytest.raises(IslandLostError, match="the others did not all say where Gloo listens"):
