@@ -196,8 +196,11 @@ class Folder:
                         _write_all(writer.fileno(), piece)
                     if is_lasting:
                         os.fsync(writer.fileno())
-                with _clearing_up_is_told(path):
+                try:
                     finish(unfinished, name, folder)
+                except FileNotFoundError:  # taken for a killed writer's while this process hung: the caller retries
+                    problem = "another process deleted it before it was complete"
+                    raise BlockingIOError(errno.EAGAIN, problem, path) from None
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(unfinished, dir_fd=folder)
@@ -227,14 +230,11 @@ class Folder:
     def delete(self, paths: Sequence[str]) -> None:
         """Removes files or links, and parent folders that become empty; absent files are no error."""
         for path in paths:
+            parent, _, name = path.rpartition("/")
             with contextlib.suppress(FileNotFoundError):
-                self._remove(path)
-
-    def _remove(self, path: str) -> None:
-        parent, _, name = path.rpartition("/")
-        with self._within(parent) as folder:
-            os.unlink(name, dir_fd=folder)
-        self._drop_empty(parent)
+                with self._within(parent) as folder:
+                    os.unlink(name, dir_fd=folder)
+                self._drop_empty(parent)
 
     def drop(self, path: str) -> None:
         """Removes an entry that `unfinished` found, if it is still there."""
@@ -306,7 +306,10 @@ class Folder:
             done.append(name)
             try:
                 if is_lasting is not None:
-                    _make(name, here, is_lasting)
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=here)
+                        if is_lasting:
+                            _flush(here)
                 with _no_file_is_told("/".join(done)):
                     below = os.open(name, _FOLDER, dir_fd=here)
             finally:
@@ -325,13 +328,6 @@ class Folder:
         return root
 
 
-def _make(name: str, folder: int, is_lasting: bool) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(name, dir_fd=folder)
-        if is_lasting:
-            _flush(folder)
-
-
 def _flush(folder: int) -> None:
     """Flushes a folder's entries to the disk, if its file system supports that."""
     try:
@@ -344,8 +340,6 @@ def _flush(folder: int) -> None:
 def _link(unfinished: str, name: str, folder: int) -> None:
     try:
         os.link(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
-    except FileExistsError:
-        raise
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):
             raise
@@ -354,15 +348,6 @@ def _link(unfinished: str, name: str, folder: int) -> None:
 
 def _rename(unfinished: str, name: str, folder: int) -> None:
     os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-@contextlib.contextmanager
-def _clearing_up_is_told(path: str) -> Iterator[None]:
-    """Raises a retryable error if another process removed this one's file as unfinished while this process hung."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise BlockingIOError(errno.EAGAIN, "another process deleted it before it was complete", path) from None
 
 
 @contextlib.contextmanager
@@ -375,7 +360,7 @@ def _no_file_is_told(path: str) -> Iterator[None]:
         raise
 
 
-def cut(view: memoryview[Any], pace: Callable[[int], None] | None = None) -> Iterator[memoryview[Any]]:
+def cut(view: memoryview[Any], pace: Callable[[int], None] | None) -> Iterator[memoryview[Any]]:
     """Yields pieces of the bytes, each as soon as it may be written; see `Folder.put`."""
     for low in range(0, len(view), _PIECE_BYTES):
         piece = view[low : low + _PIECE_BYTES]

@@ -187,13 +187,13 @@ class RunLog:
             path, record: to `place` first; in the same request if the store supports that.
             awaited: see `Watch`.
         """
-        if record is None or not self.store.tells_changes:
-            if record is not None:
-                self.place(path, record)
+        if record is None:
             return Watch(self.store, prefixes, clock, awaited=awaited)
-        place = partial(self.place, path, record)
-        create = {path: self._wrap(path, record)}
-        return Watch(self.store, prefixes, clock, create, place, awaited)
+        if self.store.tells_changes:
+            place, create = partial(self.place, path, record), {path: self._wrap(path, record)}
+            return Watch(self.store, prefixes, clock, create, place, awaited)
+        self.place(path, record)
+        return Watch(self.store, prefixes, clock)
 
     def place(self, path: str, record: Record) -> None:
         """Writes a record that only this process writes, unless it is there; replaces an invalid one."""

@@ -98,21 +98,19 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 0.5
 
 @dataclass(frozen=True)
 class Listing:
-    """All objects below some prefixes at one moment.
+    """All objects below some prefixes, and at some single paths, at one moment.
 
     Attributes:
-        prefixes: the prefixes that were looked at.
-        paths: the single paths that were looked at.
         objects: their data by path; None if not sent, because it is too large or unreadable.
         tags: identify versions of objects.
         created: data at the paths that were to be created; None if not sent.
     """
 
-    prefixes: tuple[str, ...] = ()
-    objects: Mapping[str, bytes | None] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
-    created: Mapping[str, bytes | None] = field(default_factory=dict)
-    paths: frozenset[str] = frozenset()
+    prefixes: tuple[str, ...]
+    paths: frozenset[str]
+    objects: Mapping[str, bytes | None]
+    tags: Mapping[str, str]
+    created: Mapping[str, bytes | None]
 
     def covers(self, path: str) -> bool:
         """Whether this shows all objects at and below a path."""
@@ -152,7 +150,6 @@ def look(
 
     Args:
         store: one that `tells_changes`.
-        prefixes: where to look.
         before: the previous listing; None: do not wait.
         seconds: the longest wait for a change.
         create: objects to create first, unless they exist.
@@ -162,13 +159,12 @@ def look(
     Raises:
         StoreError: no answer, or a refusal.
     """
-    known = None if before is None else dict(before.tags)
     answer = store.poll(
         PollRequest(
             create=dict(create or {}),
             prefixes=list(prefixes),
             paths=list(paths),
-            known=known,
+            known=dict(before.tags) if before else None,
             seconds=seconds,
             awaited=awaited,
         )
@@ -176,10 +172,10 @@ def look(
     seen = {(path, tag): before.objects[path] for path, tag in before.tags.items()} if before else {}
     return Listing(
         tuple(prefixes),
+        frozenset(paths),
         {path: seen.get((path, tag)) if data is None else data for path, (tag, data) in answer.objects.items()},
         {path: tag for path, (tag, _) in answer.objects.items()},
         answer.created,
-        frozenset(paths),
     )
 
 
@@ -216,30 +212,22 @@ class Watch:
     when_taken: Callable[[], None] = lambda: None
     awaited: Awaited | None = None
     paths: Collection[str] = ()
-
-    def __post_init__(self) -> None:
-        self._create = dict(self.create or {})
-        self._listing: Listing | None = None
-        self._pause = 0.0
+    _listing: Listing | None = field(default=None, init=False)
+    _pause: float = field(default=0.0, init=False)
 
     def ask(self, *reads: Callable[[], Any]) -> list[Any]:
         """Returns the answers. From the second call on it waits first: at most half a second, less if there is
         news."""
-        if self.store.tells_changes:
-            return self._ask_at_once(reads)
-        self._rest()
-        return [read() for read in reads] if self.store.is_near else ask_together(*reads)
-
-    def _ask_at_once(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
-        before, begun = self._listing, self.clock.now()
-        self._listing = look(
-            self.store, self.prefixes, before, MAX_PAUSE_SECONDS, self._create, self.awaited, self.paths
-        )
+        if not self.store.tells_changes:
+            self._rest()
+            return [read() for read in reads] if self.store.is_near else ask_together(*reads)
+        before, create, begun = self._listing, self.create, self.clock.now()
+        self._listing = look(self.store, self.prefixes, before, MAX_PAUSE_SECONDS, create, self.awaited, self.paths)
         if before and before.tags == self._listing.tags and self.clock.now() - begun < MAX_PAUSE_SECONDS / 2:
             self._rest()  # the server has too many waiting polls, and answered at once
-        if self._create and dict(self._listing.created) != self._create:
+        if create and self._listing.created != create:
             self.when_taken()
-        self._create = {}
+        self.create = None
         with self.store.listings.answer_from(self._listing):
             return [read() for read in reads]
 

@@ -626,7 +626,7 @@ def test_what_was_seen_while_it_was_copied_is_looked_at_again(log: RunLog, clock
     outcome = OutcomeRecord(by=0, kind="abort")
     decisions = Decisions(log, 0, clock)
     log.put(path := "rounds/00000001/00/outcome.json", outcome)
-    with log.store.listings.answer_from(Listing(prefixes=("rounds",), objects={path: b""}, tags={path: ""})):
+    with log.store.listings.answer_from(Listing(("rounds",), frozenset(), {path: b""}, {path: ""}, {})):
         assert decisions.outcome("rounds/00000001/00") == outcome
 
 
