@@ -151,7 +151,7 @@ def _meet_at_island_0(
     assert config.rendezvous is not None
     found = {
         "rendezvous": url_of(config.rendezvous),
-        "bind_address": config.bind_address or address_towards(config.rendezvous),
+        "bind_address": address_towards(config),
         "exchange": "mesh" if config.is_direct else "bucket",
     }
     return config.model_copy(update=found), next(iter(hosts), None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import xxhash
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from hf_diloco.store.folder import Folder, NoFileError
 from hf_diloco.store.long_poll import MAX_DATA_BYTES, PollRequest, PollResponse, check_path
@@ -32,7 +33,6 @@ TELL_SECONDS = 300.0
 """Timeout for sending an answer."""
 
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ABSENT = FileNotFoundError.__name__
 Found = dict[str, tuple[str, bytes | None]]
 """Tag and data of objects, by path."""

@@ -94,22 +94,18 @@ class Credentials(Secret):
 def find_credentials(config: KeySettings, number: int, unit: str = "island") -> Credentials:
     """Loads this island's secrets from its settings and the environment.
 
-    Args:
-        config: see `KeySettings`.
-        unit: what the run calls a participant.
-
     Raises:
         ConfigError: a file cannot be read, or others can read it; a key is missing, too short, or not listed for this
             island.
     """
     key = find_key(config)
     signer = _find_signer(config, number, unit)
-    for name, is_set in (("identities", signer is not None), ("encrypt_store", config.encrypts_store)):
-        if is_set and not key:
-            raise ConfigError(
-                f"{name} needs the run's key as well, which all {unit}s share: make one by {MAKE_KEY}, and give it to "
-                f"all as key_file or {ENV_KEY}"
-            )
+    if not key and (signer or config.encrypts_store):
+        name = "identities" if signer else "encrypt_store"
+        raise ConfigError(
+            f"{name} needs the run's key as well, which all {unit}s share: make one by {MAKE_KEY}, and give it to "
+            f"all as key_file or {ENV_KEY}"
+        )
     return Credentials(key, signer, config.encrypt, config.encrypts_store)
 
 
@@ -131,11 +127,7 @@ def _find_signer(config: KeySettings, number: int, unit: str) -> Signer | None:
 
 
 def find_key(config: KeySettings) -> bytes:
-    """Loads the run's key; empty if there is none.
-
-    Raises:
-        ConfigError: as `load_key`; or there is no key, and `require_key` demands one.
-    """
+    """Like `load_key`; also raises `ConfigError` if there is no key, and `require_key` demands one."""
     key = load_key(config.key_file)
     if config.require_key and not key:
         raise ConfigError(
@@ -152,35 +144,38 @@ def load_key(key_file: Path | None) -> bytes:
         ConfigError: the file cannot be read, or others on this machine can read it, or the key is too short.
     """
     if key_file is not None:
-        remedy = "Put the run's key there (hf-diloco keys make --shared)"
-        lines = _read_secret(key_file, "key_file", remedy).splitlines()
-        return _checked(lines[0].strip() if lines else b"", f"key_file={key_file}")
-    value = os.environ.get(ENV_KEY, "").strip()
-    return _checked(value.encode(errors="surrogateescape"), ENV_KEY) if value else b""
-
-
-def _read_secret(path: Path, setting: str, remedy: str) -> bytes:
-    """Reads a file; refuses it if other users of this machine can read it."""
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            data = file.read(MAX_KEY_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{setting}={path}: {error.strerror}. {remedy}") from None
-    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise ConfigError(f"{setting}={path}: other users of this machine can read it: chmod 600 it")
-    if len(data) > MAX_KEY_FILE_BYTES:
-        raise ConfigError(f"{setting}={path}: it has more than {MAX_KEY_FILE_BYTES} bytes; is it a key?")
-    return data
-
-
-def _checked(key: bytes, origin: str) -> bytes:
+        origin = f"key_file={key_file}"
+        lines = _read_secret(key_file, origin, "Put the run's key there (hf-diloco keys make --shared)").splitlines()
+        key = lines[0].strip() if lines else b""
+    else:
+        origin, key = ENV_KEY, _from_environment(ENV_KEY)
+        if not key:
+            return key
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(
             f"{origin}: the run's key has {len(key)} bytes, fewer than {MIN_KEY_BYTES}: make one by {MAKE_KEY}, and "
             "give the same to all"
         )
     return key
+
+
+def _from_environment(name: str) -> bytes:
+    return os.environ.get(name, "").strip().encode(errors="surrogateescape")
+
+
+def _read_secret(path: Path, origin: str, remedy: str) -> bytes:
+    """Reads a file; refuses it if other users of this machine can read it."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{origin}: {error.strerror}. {remedy}") from None
+    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ConfigError(f"{origin}: other users of this machine can read it: chmod 600 it")
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"{origin}: it has more than {MAX_KEY_FILE_BYTES} bytes; is it a key?")
+    return data
 
 
 def load_identity(file: Path | None, number: int) -> Ed25519PrivateKey | None:
@@ -194,18 +189,12 @@ def load_identity(file: Path | None, number: int) -> Ed25519PrivateKey | None:
     """
     if file is not None:
         path = identity_path(file, number)
-        remedy = "Make an identity there (`hf-diloco keys make FILE`)"
-        return _parse_identity(_read_secret(path, "identity_file", remedy), f"identity_file={path}")
-    value = os.environ.get(ENV_IDENTITY, "").strip()
-    return _parse_identity(value.encode(errors="surrogateescape"), ENV_IDENTITY) if value else None
-
-
-def identity_path(file: Path | str, number: int) -> Path:
-    """Returns the path of one island's private key; see `load_identity`."""
-    return Path(str(file).replace("{island}", str(number)).replace("{node}", str(number)))
-
-
-def _parse_identity(data: bytes, origin: str) -> Ed25519PrivateKey:
+        origin = f"identity_file={path}"
+        data = _read_secret(path, origin, "Make an identity there (`hf-diloco keys make FILE`)")
+    else:
+        origin, data = ENV_IDENTITY, _from_environment(ENV_IDENTITY)
+        if not data:
+            return None
     try:
         private = load_pem_private_key(data, password=None)
     except (ValueError, TypeError):  # not PEM, or protected by a password
@@ -213,6 +202,11 @@ def _parse_identity(data: bytes, origin: str) -> Ed25519PrivateKey:
     if not isinstance(private, Ed25519PrivateKey):
         raise ConfigError(f"{origin} is no Ed25519 private key in PEM: make one by `hf-diloco keys make FILE`")
     return private
+
+
+def identity_path(file: Path | str, number: int) -> Path:
+    """Returns the path of one island's private key; see `load_identity`."""
+    return Path(str(file).replace("{island}", str(number)).replace("{node}", str(number)))
 
 
 def make_identity(path: Path) -> Ed25519PrivateKey:
@@ -227,11 +221,7 @@ def make_identity(path: Path) -> Ed25519PrivateKey:
 
 
 def make_key(path: Path) -> None:
-    """Generates a run's key and writes it to a file that only this user can read.
-
-    Raises:
-        ConfigError: the file exists, or cannot be written.
-    """
+    """Generates a run's key and writes it to a file; raises as `make_identity`."""
     _write_secret(path, f"{secrets.token_hex(32)}\n".encode())
 
 

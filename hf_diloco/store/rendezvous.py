@@ -21,7 +21,6 @@ logger = logging.getLogger("hf_diloco")
 
 GONE_SECONDS = 1.0
 """Seconds without a listener at the port before the process that serves the store counts as gone."""
-_RUN = "run"
 _RETRY_SECONDS = 0.2
 _START_SECONDS = 1.0  # for a thread to start
 _ELSEWHERE = "192.0.2.1"  # an address that no machine has, RFC 5737
@@ -92,8 +91,6 @@ def warn_if_exposed(address: str) -> None:
 def refuse_public(address: str, port: int, config: Place, unit: str = "island") -> None:
     """Raises `RendezvousError` for a public address unless `allow_public_address` is set.
 
-    Without a key, traffic between machines is neither encrypted nor authenticated.
-
     Args:
         unit: "island" or "node", which do not have the same ways to meet.
     """
@@ -122,21 +119,14 @@ def listen(host: str, port: int, config: Place, unit: str) -> socket.socket:
         family, numeric = _resolve(address, port)
         return socket.create_server((numeric, port), family=family, backlog=2048)
     except OSError as error:
-        raise RendezvousError(_listen_problem(address, port, error, unit)) from None
-
-
-def _listen_problem(address: str, port: int, error: OSError, unit: str) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} on {address} is in use: another program has it, or {unit} 0 of this run is running already. "
-            f"End that, or choose another port for all {unit}s (rendezvous)"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"{address} is not an address of this machine, but {unit} 0 keeps the rendezvous: start {unit} 0 on "
-            "that machine, or, behind NAT, set bind_address to this machine's own address"
-        )
-    return f"cannot open the rendezvous at {address}:{port}: {error}. Check the rendezvous setting of {unit} 0"
+        problems = {
+            errno.EADDRINUSE: f"port {port} on {address} is in use: another program has it, or {unit} 0 of this run "
+            f"is running already. End that, or choose another port for all {unit}s (rendezvous)",
+            errno.EADDRNOTAVAIL: f"{address} is not an address of this machine, but {unit} 0 keeps the rendezvous: "
+            f"start {unit} 0 on that machine, or, behind NAT, set bind_address to this machine's own address",
+        }
+        other = f"cannot open the rendezvous at {address}:{port}: {error}. Check the rendezvous setting of {unit} 0"
+        raise RendezvousError(problems.get(error.errno or 0, other)) from None
 
 
 def local_address(host: str, port: int) -> str:
@@ -156,12 +146,13 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 def url_of(rendezvous: str) -> str:
     """Returns the object store URL of the store that island 0 serves at tcp://HOST:PORT."""
-    return f"http://{host_and_port(*split_tcp_url(rendezvous))}/{_RUN}"
+    return f"http://{host_and_port(*split_tcp_url(rendezvous))}/run"
 
 
-def address_towards(rendezvous: str) -> str:
-    """Returns the local address that reaches island 0; this rank listens there for other islands."""
-    return local_address(*split_tcp_url(rendezvous))
+def address_towards(config: Place) -> str:
+    """Returns `bind_address`, or the local address that reaches island 0; this rank listens there for others."""
+    assert config.rendezvous is not None
+    return config.bind_address or local_address(*split_tcp_url(config.rendezvous))
 
 
 def find_store(config: Place, notes: WaitNotes) -> None:
@@ -199,7 +190,6 @@ class StoreHost:
     Args:
         folder: holds the store's objects; a host that restarts with it resumes from them. Default: in memory, lost
             when this host ends.
-        unit: "island" or "node", for messages.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, the folder cannot be written or is served by

@@ -19,7 +19,7 @@ import html
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -27,6 +27,7 @@ from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from hf_diloco.errors import RendezvousError
 from hf_diloco.store.backends import SERVER_BUCKET as BUCKET
@@ -44,7 +45,6 @@ _WORD_SECONDS = 0.5
 _KEPT_UPLOADS = 64
 
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Refused(Exception):
@@ -170,9 +170,8 @@ class StoreServer:
             upload = uuid.uuid4().hex
             (self._uploads / upload).mkdir()
             return _xml("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>")
-        return await self._tell_when_done(
-            request, await self._complete(request, path), "CompleteMultipartUploadResult"
-        )
+        completion = await self._complete(request, path)
+        return await self._tell_when_done(request, completion, "CompleteMultipartUploadResult")
 
     async def _complete(self, request: web.Request, path: str) -> asyncio.Task[None]:
         """Assembles an object from its parts, once, even if a client that got no answer retries."""
@@ -205,15 +204,15 @@ class StoreServer:
         """Sends white space while the task runs, as S3 does; a later error then comes in the body."""
         if (await asyncio.wait([task], timeout=_WORD_SECONDS))[0]:
             task.result()
-            return _xml(name, f"<ETag>{escape(_new_tag())}</ETag>")
+            return _xml(name, f"<ETag>{_new_tag()}</ETag>")
         answer = web.StreamResponse(headers={"Content-Type": "application/xml"})
         await answer.prepare(request)
         while not (await asyncio.wait([task], timeout=_WORD_SECONDS))[0]:
             await answer.write(b" ")
-        error = task.exception()
-        text = f"<{name}><ETag>{escape(_new_tag())}</ETag></{name}>"
-        if error is not None:
+        if error := task.exception():
             text = f"<Error><Code>InternalError</Code><Message>{escape(str(error))}</Message></Error>"
+        else:
+            text = f"<{name}><ETag>{_new_tag()}</ETag></{name}>"
         await answer.write(text.encode())
         await answer.write_eof()
         return answer

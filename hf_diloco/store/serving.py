@@ -20,10 +20,11 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import StreamReader, http_exceptions, web
+from aiohttp.typedefs import Handler
 
 from hf_diloco.utils.listening import Door, keep_door
 
@@ -43,8 +44,6 @@ _LOOK_SECONDS = 0.05  # interval of checking how much has arrived, and has been 
 _END_SECONDS = 5.0
 _LINGER_SECONDS = 1.0  # to read the rest of a refused request
 _MOMENT = 0.01
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Serving:

@@ -94,7 +94,6 @@ def meet(
             would cross a public network; or the key (also its absence), `encrypt`, the identities or the size differ
             from the run's.
     """
-    assert config.rendezvous is not None
     host = StoreHost(config, unit=notes.unit) if is_host else None
     try:
         if host is None:
@@ -110,9 +109,7 @@ def meet(
         raise
     end = weakref.finalize(store, host.close) if host else lambda: None
     seal = Seal(credentials.key, run, credentials.signer, credentials.encrypt)
-    values = ValueStore(RunLog(store, seal))
-    address = config.bind_address or address_towards(config.rendezvous)
-    return Rendezvous(values, credentials.link_key(run), address, end)
+    return Rendezvous(ValueStore(RunLog(store, seal)), credentials.link_key(run), address_towards(config), end)
 
 
 def who_did_not_fit(store: ObjectStore) -> str:
@@ -167,14 +164,13 @@ def _begin_run(store: ObjectStore, credentials: Credentials, size: Mapping[str, 
 def _find_fitting_run(
     store: ObjectStore, credentials: Credentials, config: Place, who: str, size: Mapping[str, int]
 ) -> str:
-    assert config.rendezvous is not None
     there = f"the run at {config.rendezvous}"
     found = _await_mark(store, there, who)
     try:
         return _check_mark(found, credentials, there, who, size)
     except RendezvousError:
         with suppress(StoreError):  # so that those who wait for it learn why it does not come
-            unfit = _Unfit(who=who, address=config.bind_address or address_towards(config.rendezvous))
+            unfit = _Unfit(who=who, address=address_towards(config))
             store.put(_UNFIT, unfit.model_dump_json().encode())
         raise
 
@@ -198,9 +194,8 @@ def _check_mark(found: bytes, credentials: Credentials, there: str, who: str, si
 
 
 def _await_mark(store: ObjectStore, there: str, who: str) -> bytes:
-    deadline = time.monotonic() + MARK_SECONDS
+    deadline, has_run = time.monotonic() + MARK_SECONDS, False
     try:
-        has_run = False
         while True:
             if (found := store.get(MEETING, MAX_RECORD_BYTES)) is not None:
                 return found
