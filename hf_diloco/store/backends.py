@@ -96,11 +96,7 @@ class Cloud:
         return bytes(result.bytes())
 
     def read_tagged(self, path: str, limit: int) -> tuple[str, bytes | None]:
-        """Returns the tag of the object's current version, and its bytes if there are no more than `limit`.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Returns the tag of the object's current version, and its bytes if there are no more than `limit`."""
         result = obstore.get(self._client, path)
         is_small = result.meta["size"] <= limit
         return result.meta["e_tag"] or "", bytes(result.bytes()) if is_small else None
@@ -156,7 +152,6 @@ class Server(Cloud):
     Args:
         address: of the server, as http://HOST:PORT.
         path: prefix of this run's objects.
-        timeout: seconds without an answer after which a request fails.
     """
 
     def __init__(self, client: Client, address: str, path: str, timeout: float) -> None:
@@ -167,10 +162,10 @@ class Server(Cloud):
         self._has_answered = False
 
     def greet(self) -> None:
-        self._poll()  # bypasses the proxies that the environment names
+        self.poll(PollRequest())  # bypasses the proxies that the environment names
 
     def create(self, path: str, data: bytes) -> bytes:
-        found = self._poll(create={path: data}).created.get(path)
+        found = self.poll(PollRequest(create={path: data})).created.get(path)
         if found is None:  # an existing object that is too large to send, or unreadable
             raise FileExistsError(path)
         return found
@@ -181,7 +176,7 @@ class Server(Cloud):
         if pace or data.nbytes > MAX_DATA_BYTES:
             super().put(path, data, pace, is_lasting)
         else:
-            self._poll(put={path: bytes(data)}, is_lasting=is_lasting)
+            self.poll(PollRequest(put={path: bytes(data)}, is_lasting=is_lasting))
 
     def read(self, path: str, limit: int) -> bytes:
         _, data = self.read_tagged(path, limit)
@@ -192,16 +187,13 @@ class Server(Cloud):
         return data
 
     def read_tagged(self, path: str, limit: int) -> tuple[str, bytes | None]:
-        found = self._poll(paths=[path]).objects.get(path)
+        found = self.poll(PollRequest(paths=[path])).objects.get(path)
         if found is None:
             raise FileNotFoundError(path)
         return found
 
     def replace(self, path: str, tag: str, data: bytes) -> bool:
-        return self._poll(replace={path: (tag, data)}).created.get(path) == data
-
-    def _poll(self, **what: Any) -> PollResponse:
-        return self.poll(PollRequest(**what))
+        return self.poll(PollRequest(replace={path: (tag, data)})).created.get(path) == data
 
     def poll(self, poll: PollRequest) -> PollResponse:
         """Sends a long poll; see `store.long_poll`.
@@ -261,15 +253,15 @@ def open_backend(url: str, timeout: float, read_only: bool, max_retries: int = 1
         with _memory_lock:
             return Cloud(_memory.setdefault(rest, MemoryStore()))
     if scheme == "file":
-        folder = Path(unquote(rest))
-        return _open_to_look(folder) if read_only else _open_folder(folder, url)
+        return _open_folder(Path(unquote(rest)), url, read_only)
     half = timedelta(seconds=timeout / 2)
     client: ClientConfig = {
         "connect_timeout": min(half, timedelta(seconds=5)),
         "read_timeout": half,
         "timeout": _LONGEST_REQUEST,
-        **client_options(ENVIRONMENT_PREFIX.get(scheme), os.environ),  # type: ignore[typeddict-item]
     }
+    if prefix := ENVIRONMENT_PREFIX.get(scheme):
+        client |= client_options(prefix, os.environ)  # type: ignore[typeddict-item]
     retry: RetryConfig = {
         "max_retries": max_retries,  # by default the timeout is the real limit
         "retry_timeout": half,
@@ -284,7 +276,15 @@ def open_backend(url: str, timeout: float, read_only: bool, max_retries: int = 1
         address = f"{scheme}://{host_and_port(host, port)}"
         if scheme == "http":  # connect directly, as `Server.poll` does
             client |= {"allow_http": True, "proxy_url": address, "proxy_excludes": host}
-        cloud = _open_server(address, path, client, retry)
+        cloud = S3Store(
+            SERVER_BUCKET,
+            prefix=path,
+            endpoint=address,
+            region="local",
+            skip_signature=True,  # such a server needs no credentials
+            client_options=client,
+            retry_config=retry,
+        )
         # With TLS there is a proxy in front, which may not tolerate requests that wait.
         return Server(cloud, address, path, timeout / 2) if scheme == "http" else Cloud(cloud)
     return Cloud(from_url(url, client_options=client, retry_config=retry))
@@ -296,20 +296,13 @@ def forget_memory(name: str) -> None:
         _memory.pop(name, None)
 
 
-def _open_server(address: str, path: str, client: ClientConfig, retry: RetryConfig) -> Client:
-    """Opens an S3 client of an `hf-diloco rendezvous` server, which needs no credentials."""
-    return S3Store(
-        SERVER_BUCKET,
-        prefix=path or None,
-        endpoint=address,
-        region="local",
-        skip_signature=True,
-        client_options=client,
-        retry_config=retry,
-    )
-
-
-def _open_folder(folder: Path, url: str) -> Folder:
+def _open_folder(folder: Path, url: str, read_only: bool) -> Folder:
+    if read_only:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise PermissionError(f"no permission to read in {folder}")
+        return Folder(folder)
     if not folder.parent.exists():
         raise RendezvousError(
             f"the rendezvous {url} cannot be opened: there is no folder {folder.parent}. If a shared file system is "
@@ -322,23 +315,13 @@ def _open_folder(folder: Path, url: str) -> Folder:
     return Folder(folder)
 
 
-def _open_to_look(folder: Path) -> Backend:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    if not os.access(folder, os.R_OK | os.X_OK):
-        raise PermissionError(f"no permission to read in {folder}")
-    return Folder(folder)
-
-
-def client_options(prefix: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
+def client_options(prefix: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Returns the options that the client itself would read from the environment if it were given none.
 
     Args:
-        prefix: of the provider's variables; None if it has none.
+        prefix: of the provider's variables.
     """
     options: dict[str, Any] = {}
-    if prefix is None:
-        return options
     for name in ("allow_http", "allow_invalid_certificates"):
         value = environment.get(f"{prefix}_{name.upper()}", "").strip().lower()
         if value:

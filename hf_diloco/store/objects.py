@@ -14,6 +14,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import Any, ParamSpec, TypeVar
 
@@ -95,7 +96,6 @@ class ObjectStore:
 
         Raises:
             RendezvousError: the store lets a second creation overwrite the first.
-            StoreError: the store does not answer, or refuses.
         """
         path = f"checks/{uuid.uuid4().hex}"
         probe = copy(self)  # its client does not repeat a request that the store does not know (501)
@@ -109,14 +109,11 @@ class ObjectStore:
             )
 
     def create(self, path: str, data: bytes) -> bool:
-        """Writes an object unless it exists.
+        """Writes an object unless it exists; returns whether it holds `data` now.
 
-        Returns:
-            Whether the object holds `data` now. True also if it held the same bytes before, because the answer to an
-            earlier attempt may have been lost. Competing writers must write different bytes.
-
-        Raises:
-            StoreError: no answer, or access is denied. Whether the object was written is then unknown: retry.
+        True also if it held the same bytes before, because the answer to an earlier attempt may have been lost.
+        Competing writers must write different bytes. After a `StoreError` it is unknown whether the object was
+        written: retry.
         """
         try:
             return self._create_or_read(path, data, len(data)) == data
@@ -134,11 +131,9 @@ class ObjectStore:
         _check_path(path)
 
         def attempt() -> bytes:
-            try:
+            with suppress(FileExistsError):
                 found = self._backend.create(path, data)
                 return data if found is None else found
-            except FileExistsError:
-                pass
             try:
                 return self._backend.read(path, limit)
             except FileNotFoundError:  # deleted meanwhile, or the store rejected two concurrent writers
@@ -154,32 +149,26 @@ class ObjectStore:
     def get_tagged(self, path: str, limit: int) -> tuple[str, bytes | None] | None:
         """Returns an object's tag, for `replace`, and its bytes if there are no more than `limit`; None if absent.
 
-        Only for servers and cloud stores: folders have no tags. Raises `StoreError` if there is no answer.
+        Only for servers and cloud stores: folders have no tags.
         """
         _check_path(path)
-        backend = self._backend
-        assert isinstance(backend, Cloud)
+        assert isinstance(self._backend, Cloud)
         try:
-            return self._retry("read", path, backend.read_tagged, path, limit)
+            return self._retry("read", path, self._backend.read_tagged, path, limit)
         except AbsentError:
             return None
 
     def replace(self, path: str, tag: str, data: bytes) -> bool:
-        """Replaces the version of an object that `get_tagged` returned.
+        """Replaces the version of an object that `get_tagged` returned; returns False if it has changed since.
 
-        Returns:
-            Whether the object holds `data`; False if it has changed since.
-
-        Raises:
-            StoreError: no answer, or a refusal. Whether the object was written is then unknown.
+        After a `StoreError` it is unknown whether the object was written.
         """
         _check_path(path)
-        backend = self._backend
-        assert isinstance(backend, Cloud)
-        return self._write("replace", path, backend.replace, path, tag, data)
+        assert isinstance(self._backend, Cloud)
+        return self._write("replace", path, self._backend.replace, path, tag, data)
 
     def poll(self, poll: PollRequest) -> PollResponse:
-        """Sends a long poll; see `store.long_poll`. Raises `StoreError` if there is no answer."""
+        """Sends a long poll; see `store.long_poll`."""
         assert isinstance(self._backend, Server)
         return self._write("answer", "a question", self._backend.poll, poll)
 
@@ -199,7 +188,6 @@ class ObjectStore:
         part.
 
         Args:
-            path: relative to the store's root.
             pace: called with a number of bytes before they are sent; returns when they may be.
             is_lasting: the object must survive a power failure; a folder's file is then flushed to the disk.
 
@@ -213,11 +201,8 @@ class ObjectStore:
     def get(self, path: str, limit: int) -> bytes | None:
         """Returns an object, None if absent.
 
-        Args:
-            limit: bytes; a larger object is an error, and is not downloaded.
-
         Raises:
-            TooLargeError: the object is larger than `limit`.
+            TooLargeError: the object is larger than `limit` bytes; it is not downloaded.
             UnreadableError: it is a symbolic link or device in a folder.
         """
         _check_path(path)
@@ -275,11 +260,7 @@ class ObjectStore:
         return sorted(entry for entry in found if is_object_path(entry.path))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Deletes objects; absent ones are no error.
-
-        Raises:
-            StoreError: no answer, or access is denied; some objects may have been deleted.
-        """
+        """Deletes objects; absent ones are no error. Some may have been deleted before a `StoreError`."""
         for path in paths:
             _check_path(path)
         if paths:
@@ -299,8 +280,7 @@ class ObjectStore:
             self._retry("delete", entry.path, self._backend.drop, entry.path)
 
     def links(self) -> Sequence[str]:
-        """Lists entries below a folder that are neither files nor folders: they are never followed, nor listed
-        elsewhere."""
+        """Lists entries below a folder that are neither files nor folders; they are listed nowhere else."""
         return self._retry("list", "", self._backend.links)
 
     def move(self, path: str, target: str) -> None:
@@ -308,7 +288,6 @@ class ObjectStore:
 
         Raises:
             TruncatedError: there is no such object.
-            StoreError: no answer, or access is denied.
         """
         _check_path(target)
         self.listings.current = None
