@@ -83,13 +83,7 @@ OVERHEAD = TAG_BYTES + COUNTER_BYTES
 
 
 class Channel:
-    """One end of a connection. Any number of threads may use it.
-
-    Args:
-        send_key: for messages that this end sends.
-        receive_key: for messages that the other end sends.
-        encrypt: whether messages are encrypted, or only authenticated.
-    """
+    """One end of a connection; without `encrypt` messages are only authenticated. Any number of threads may use it."""
 
     def __init__(self, send_key: bytes, receive_key: bytes, encrypt: bool = True) -> None:
         self.encrypts = encrypt
@@ -173,10 +167,8 @@ class Agreement:
     """One end's part of a key agreement, for one connection; to be used once.
 
     Args:
-        key: see `LinkKey`.
         name: of the lane, unique in the run.
         connection: its number among those between the two.
-        parties: the islands of the ends; default: numbered as the ends are.
 
     Attributes:
         public: the first message, for the other end.
@@ -195,11 +187,7 @@ class Agreement:
         self._parties = parties
 
     def confirm(self, public: bytes) -> bytes:
-        """Returns the second message, in answer to the other end's first.
-
-        Raises:
-            ForgedError: the first message is not a public key.
-        """
+        """Returns the second message, in answer to the other end's first; `ForgedError` if that is no public key."""
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:  # a point of small order, which would make every secret the same

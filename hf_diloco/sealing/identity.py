@@ -20,11 +20,7 @@ _PROTOCOL = b"hf-diloco identity 1"
 
 
 class Roster:
-    """The public keys listed for each island.
-
-    Args:
-        unit: what the run calls a participant.
-    """
+    """The public keys listed for each island; `unit` is what the run calls a participant."""
 
     def __init__(self, keys: Mapping[int, Sequence[str]], unit: str = "island") -> None:
         self.texts = {str(island): sorted(texts) for island, texts in sorted(keys.items())}
@@ -32,11 +28,7 @@ class Roster:
         self._listed = {island: [parse_public(text) for text in texts] for island, texts in keys.items()}
 
     def find(self, island: int, public: bytes) -> ListedKey:
-        """Returns the entry of an island's key.
-
-        Raises:
-            UnknownIdentityError: the key is not listed for this island; gives the remedy.
-        """
+        """Returns the entry of an island's key; raises `UnknownIdentityError` if it is not listed for this island."""
         for listed in self._listed.get(island, ()):
             if listed.public == public:
                 return listed
@@ -48,11 +40,7 @@ class Roster:
         )
 
     def find_current(self, signer: Signer) -> None:
-        """Checks that an island may take part now.
-
-        Raises:
-            UnknownIdentityError: its key is not listed, or is valid until some round only.
-        """
+        """Raises `UnknownIdentityError` if an island's key is not listed, or is valid until some round only."""
         last = self.find(signer.number, signer.public).last_round
         if last is not None:
             raise self.retired(signer.number, signer.public, last)
@@ -95,20 +83,13 @@ class Signer(Secret):
         return f"Signer({self.roster.unit} {self.number}, {show_public(self.public)})"
 
     def sign(self, purpose: str, *said: bytes) -> bytes:
-        """Signs a statement; returns this island's public key and the signature.
-
-        Args:
-            purpose: what is signed; the signature is invalid for any other purpose.
-            said: the parts of the statement.
-        """
+        """Signs a statement, in parts, for one purpose only; returns this island's public key and the signature."""
         return self.public + self._private.sign(_text(purpose, self.number, said))
 
     def check(self, island: int, signature: bytes, purpose: str, *said: bytes, last_round: int | None = None) -> None:
-        """Checks that an island signed a statement.
+        """Checks that an island signed a statement; see `sign`.
 
         Args:
-            signature: see `sign`.
-            purpose, said: likewise.
             last_round: the round of the run's history that the statement belongs to; None: the present. A key that was
                 replaced is valid up to its last round.
 

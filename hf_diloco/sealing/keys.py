@@ -15,13 +15,8 @@ KEY_BYTES = 32
 
 
 def derive(key: bytes, purpose: str, run: str) -> bytes:
-    """Derives a key for one purpose in one run: HKDF-SHA256 (RFC 5869). It reveals nothing about `key` or other keys.
-
-    Args:
-        key: the run's.
-        purpose: what the derived key is for.
-        run: names the run.
-    """
+    """Derives a key for one purpose in one run: HKDF-SHA256 (RFC 5869). It reveals nothing about `key` or other
+    keys."""
     info = pack(b"hf-diloco key 1", purpose.encode(), run.encode())
     return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(key)
 
@@ -43,8 +38,8 @@ class LinkKey(Secret):
     """What the ends of a connection authenticate each other with.
 
     Attributes:
-        secret: the same at both ends.
-        encrypt: whether messages are encrypted, or only authenticated; the same at both ends.
+        secret: the same at both ends, as is `encrypt`.
+        encrypt: whether messages are encrypted, or only authenticated.
         signer: this island's identity, if the run has identities: each end then proves its own as well.
     """
 

@@ -26,12 +26,7 @@ BLOCK_OVERHEAD = _NONCE_BYTES + 16  # and the tag
 
 
 class ValueSeal:
-    """Seals the values of one run. Two sealed values are never equal.
-
-    Args:
-        key: the run's.
-        run: names the run; values of other runs do not open.
-    """
+    """Seals the values of one run, with the run's key; those of other runs do not open. No two are equal."""
 
     def __init__(self, key: bytes, run: str) -> None:
         self._cipher = AESGCM(derive(key, "encrypted records", run))
@@ -53,25 +48,16 @@ class ValueSeal:
 
 
 class BlockSeal(Secret):
-    """Seals and opens the objects of one run. Any number of threads may use it.
+    """Seals and opens the objects of one run, with the run's key; those of other runs do not open.
 
-    Args:
-        key: the run's.
-        run: names the run; blocks of other runs do not open.
+    Any number of threads may use it.
     """
 
     def __init__(self, key: bytes, run: str) -> None:
         self._key = derive(key, "encrypted objects", run)
 
     def seal_into(self, path: str, number: int, block: Buffer, sealed: memoryview) -> None:
-        """Writes a sealed block to `sealed`, which is `BLOCK_OVERHEAD` bytes longer.
-
-        Args:
-            path: of the object.
-            number: of the block in the object, from 0.
-            block: its bytes.
-            sealed: the output buffer.
-        """
+        """Writes block `number` of the object `path`, sealed, to `sealed`, which is `BLOCK_OVERHEAD` bytes longer."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         sealed[:_NONCE_BYTES] = nonce
         self._cipher(path).encrypt_into(nonce, block, _place(number), sealed[_NONCE_BYTES:])

@@ -63,7 +63,6 @@ class Refusals:
         self._refused: dict[int, str] = {}
 
     def add(self, refused: Mapping[int, str]) -> None:
-        """Adds islands, each with the reason."""
         with self._lock:
             self._refused.update(refused)
 
@@ -75,11 +74,7 @@ class Refusals:
 
 
 class RunLog:
-    """Reads and writes records of one run.
-
-    Args:
-        seal: of the run; records that it does not open are refused.
-    """
+    """Reads and writes the records of one run; refuses those that `seal` does not open."""
 
     def __init__(self, store: ObjectStore, seal: Seal) -> None:
         self.store = store
@@ -180,13 +175,7 @@ class RunLog:
         record: Record | None = None,
         awaited: Awaited | None = None,
     ) -> Watch:
-        """Returns a `Watch` that waits for records below some prefixes.
-
-        Args:
-            prefixes: where the records will lie.
-            path, record: to `place` first; in the same request if the store supports that.
-            awaited: see `Watch`.
-        """
+        """Returns a `Watch` for records below some prefixes; first does `place`, in the same request if possible."""
         if record is None:
             return Watch(self.store, prefixes, clock, awaited=awaited)
         if self.store.tells_changes:
@@ -201,11 +190,7 @@ class RunLog:
             self.put(path, record)
 
     def decide(self, path: str, record: R) -> R:
-        """Creates a record if absent; returns the record that was written first.
-
-        Raises:
-            ForgedError, StoreError: as `read`.
-        """
+        """Creates a record if absent; returns the record that was written first. Raises as `read`."""
         wrapped = self._wrap(path, record)
         try:
             found = self.store.decide(path, wrapped, MAX_RECORD_BYTES)

@@ -66,19 +66,11 @@ _VALUES = re.compile(
 
 
 def check_author(path: str, body: Mapping[str, Any], by: int, unit: str) -> None:
-    """Checks that an object store's record was signed by the island it belongs to.
-
-    Args:
-        unit: what the run calls a participant.
-
-    Raises:
-        UnknownIdentityError: another island signed it.
-    """
+    """Raises `UnknownIdentityError` if an object store's record was signed by another island than its own."""
+    if _VOTE.match(path) and body.get("mean") == "":  # others may abstain for an island that is gone
+        return
     owner = _owner_of(path)
-    # others may abstain for an island that is gone
-    is_abstention = _VOTE.match(path) is not None and body.get("mean") == ""
-    names = [] if is_abstention else [owner, body.get("island") if owner is not None else None, body.get("by")]
-    for name in names:
+    for name in (owner, body.get("island") if owner is not None else None, body.get("by")):
         if name is not None and name != by:
             raise UnknownIdentityError(
                 f"{unit} {by} has signed {path} in the name of {unit} {name}: nobody may sign for another; check "
@@ -119,7 +111,6 @@ class Seal(Secret):
             always readable with the key, whatever this says.
 
     Attributes:
-        run_id, signer: as above.
         blocks: seals objects; None if they are not encrypted.
     """
 
@@ -155,8 +146,7 @@ class Seal(Secret):
     def wrap(self, path: str, body: Mapping[str, Any]) -> bytes:
         """Returns the bytes of a sealed record for `path`.
 
-        Raises:
-            ValueError: the body is not JSON (NaN and infinities are not), or too large.
+        Raises `ValueError` if the body is not JSON (NaN and infinities are not), or too large.
         """
         text = json.dumps(dict(body), allow_nan=False, separators=(",", ":"), sort_keys=True)
         record: dict[str, Any] = {"body": text, "mac": self.mac(path, text.encode())}
@@ -194,7 +184,7 @@ class Seal(Secret):
         except UnicodeEncodeError:  # a lone surrogate
             raise ForgedError(f"the record {path} holds no text: {ORIGIN}") from None
         if len(claimed) != _MAC_DIGITS or not hmac.compare_digest(claimed, self.mac(path, text).encode()):
-            raise self._not_ours(path)
+            raise _not_ours(path)
         parsed = _parse(path, text)
         if self.signer and path != RUN_PATH:
             self._check_signature(self.signer, path, record, parsed, None if is_of_now else round_of_history(path))
@@ -205,11 +195,8 @@ class Seal(Secret):
             raise ForgedError(f"the record {path} is encrypted, and there is no key here: {ORIGIN}")
         value = self._cipher.open(path, sealed.encode())
         if value is None:
-            raise self._not_ours(path)
+            raise _not_ours(path)
         return value
-
-    def _not_ours(self, path: str) -> ForgedError:
-        return ForgedError(f"the record {path} was not sealed with this run's key for this place: {ORIGIN}")
 
     def _check_signature(
         self, signer: Signer, path: str, record: Mapping[str, Any], body: Mapping[str, Any], last_round: int | None
@@ -238,6 +225,10 @@ ORIGIN = (
     "it was altered or cut short, belongs to another place or run, or its writer has another key; give all "
     f"one key (key_file or {ENV_KEY}) and keep others away from the store"
 )
+
+
+def _not_ours(path: str) -> ForgedError:
+    return ForgedError(f"the record {path} was not sealed with this run's key for this place: {ORIGIN}")
 
 
 def is_wrapped(record: object) -> bool:

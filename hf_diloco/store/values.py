@@ -35,9 +35,7 @@ class ValueStore:
 
     A value that cannot be authenticated, because an outsider wrote it, counts as absent and is replaced.
 
-    Args:
-        log: of the run. `create` and `add` need a store that can `replace`.
-        folder: where the values lie.
+    `create` and `add` need a store that can `replace`.
     """
 
     def __init__(self, log: RunLog, folder: str = VALUES) -> None:
