@@ -147,12 +147,8 @@ class Cloud:
 
 
 class Server(Cloud):
-    """Objects on a server of ours. Small ones travel in the long polls that only such a server answers.
-
-    Args:
-        address: of the server, as http://HOST:PORT.
-        path: prefix of this run's objects.
-    """
+    """Objects on a server of ours at http://HOST:PORT, below `path`. Small ones travel in the long polls that only
+    such a server answers."""
 
     def __init__(self, client: Client, address: str, path: str, timeout: float) -> None:
         super().__init__(client)
@@ -243,11 +239,8 @@ def lacks_bucket(error: Exception) -> bool:
 
 
 def open_backend(url: str, timeout: float, read_only: bool, max_retries: int = 1000) -> Backend:
-    """Opens the backend of a checked URL; see `ObjectStore` for the other arguments.
-
-    Args:
-        max_retries: by a cloud's client itself, within half of the timeout.
-    """
+    """Opens the backend of a checked URL; see `ObjectStore`. A cloud's client itself retries within half of the
+    timeout."""
     scheme, _, rest = url.partition("://")
     if scheme == "memory":
         with _memory_lock:
@@ -316,11 +309,7 @@ def _open_folder(folder: Path, url: str, read_only: bool) -> Folder:
 
 
 def client_options(prefix: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the options that the client itself would read from the environment if it were given none.
-
-    Args:
-        prefix: of the provider's variables.
-    """
+    """Returns the options, from a provider's variables, that the client itself would read if it were given none."""
     options: dict[str, Any] = {}
     for name in ("allow_http", "allow_invalid_certificates"):
         value = environment.get(f"{prefix}_{name.upper()}", "").strip().lower()

@@ -45,11 +45,7 @@ class Do(Protocol):
 
 
 class Changes:
-    """Answers the polls of all islands about one folder.
-
-    Args:
-        do: runs the folder's operations, perhaps in a thread.
-    """
+    """Answers the polls of all islands about one folder, whose operations `do` runs, perhaps in a thread."""
 
     def __init__(self, folder: Folder | MemoryFolder, do: Do) -> None:
         self._folder = folder
@@ -98,7 +94,7 @@ class Changes:
     async def _send(
         self, request: web.Request, created: dict[str, bytes | None], objects: Found, known: dict[str, str]
     ) -> web.Response:
-        """Sends an answer. Data that exceed the limit of all answers in flight are left out, and islands request them
+        """Sends an answer. Leaves out data that exceed the limit of all answers in flight; islands request them
         separately."""
         left = MAX_TOLD_BYTES - self._bytes_told
 

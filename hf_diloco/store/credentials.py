@@ -76,11 +76,8 @@ class Credentials(Secret):
         return LinkKey(derive(self.key, "connections", run_id), self.encrypt, self.signer)
 
     def facts(self, is_direct: bool) -> dict[str, str]:
-        """Returns the security settings that all islands must share; empty without a key.
-
-        Args:
-            is_direct: whether values go directly from island to island.
-        """
+        """Returns the security settings that all islands must share; empty without a key. `is_direct`: values go from
+        island to island."""
         found = {}
         if self.key and is_direct:
             found["links"] = "encrypted" if self.encrypt else "authenticated"
@@ -94,9 +91,8 @@ class Credentials(Secret):
 def find_credentials(config: KeySettings, number: int, unit: str = "island") -> Credentials:
     """Loads this island's secrets from its settings and the environment.
 
-    Raises:
-        ConfigError: a file cannot be read, or others can read it; a key is missing, too short, or not listed for this
-            island.
+    Raises `ConfigError` if a file cannot be read, or others can read it, or a key is missing, too short, or not listed
+    for this island.
     """
     key = find_key(config)
     signer = _find_signer(config, number, unit)
@@ -140,8 +136,7 @@ def find_key(config: KeySettings) -> bytes:
 def load_key(key_file: Path | None) -> bytes:
     """Returns the run's key: the first line of `key_file`, else HF_DILOCO_KEY, else none (empty).
 
-    Raises:
-        ConfigError: the file cannot be read, or others on this machine can read it, or the key is too short.
+    Raises `ConfigError` if the file cannot be read, or others on this machine can read it, or the key is too short.
     """
     if key_file is not None:
         origin = f"key_file={key_file}"
@@ -179,13 +174,11 @@ def _read_secret(path: Path, origin: str, remedy: str) -> bytes:
 
 
 def load_identity(file: Path | None, number: int) -> Ed25519PrivateKey | None:
-    """Loads an island's private key: from a file, else from HF_DILOCO_IDENTITY, else None.
+    """Loads an island's private key: from a file, in whose path `{island}` or `{node}` stands for the number, else
+    from HF_DILOCO_IDENTITY, else None.
 
-    Args:
-        file: `{island}` or `{node}` in its path stands for the number.
-
-    Raises:
-        ConfigError: the file cannot be read, or others on this machine can read it, or it is not an Ed25519 key.
+    Raises `ConfigError` if the file cannot be read, or others on this machine can read it, or it is not an Ed25519
+    key.
     """
     if file is not None:
         path = identity_path(file, number)
@@ -210,11 +203,8 @@ def identity_path(file: Path | str, number: int) -> Path:
 
 
 def make_identity(path: Path) -> Ed25519PrivateKey:
-    """Generates a private key and writes it to a file that only this user can read: PKCS #8 in PEM.
-
-    Raises:
-        ConfigError: the file exists, or cannot be written.
-    """
+    """Generates a private key and writes it to a file that only this user can read: PKCS #8 in PEM. Raises
+    `ConfigError` if the file exists, or cannot be written."""
     private = Ed25519PrivateKey.generate()
     _write_secret(path, private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return private

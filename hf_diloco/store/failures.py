@@ -62,13 +62,8 @@ class NotYetVisibleError(Exception):
 
 
 class Failures:
-    """Interprets failures of one store.
-
-    Args:
-        timeout: seconds after which the store counts as lost.
-        read_only: the caller only reads.
-        gone_after: set if an island or a node hosts the store, for as long as it takes part; see `ObjectStore`.
-    """
+    """Interprets failures of one store; see `ObjectStore`. `gone_after` is set if an island or a node hosts the
+    store."""
 
     def __init__(self, url: str, timeout: float, read_only: bool, gone_after: float | None) -> None:
         self._gone_after = gone_after

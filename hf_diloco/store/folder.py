@@ -69,8 +69,7 @@ class Opened:
 class Folder:
     """Reads and writes files below a folder, by relative paths without `.` and `..`. Threads may share one.
 
-    Args:
-        root: the folder, which exists; it may itself be a link.
+    The folder exists, and may itself be a link.
     """
 
     def __init__(self, root: Path) -> None:
@@ -146,11 +145,7 @@ class Folder:
     # Writing
 
     def create(self, path: str, data: bytes) -> None:
-        """Writes a file if its path is free.
-
-        Raises:
-            FileExistsError: the path is taken.
-        """
+        """Writes a file; raises `FileExistsError` if its path is taken."""
         if self._is_taken(path):  # saves writing a temporary file
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         self._write(path, [data], _link)
@@ -167,12 +162,7 @@ class Folder:
     def put(
         self, path: str, data: memoryview[Any], pace: Callable[[int], None] | None = None, is_lasting: bool = True
     ) -> None:
-        """Writes a file, and replaces an existing one.
-
-        Args:
-            pace: called with a number of bytes before they are written; returns when they may be.
-            is_lasting: the file must survive a power failure.
-        """
+        """Writes a file, and replaces an existing one; see `ObjectStore.put`."""
         self._write(path, cut(data, pace), _rename, is_lasting)
 
     def assemble(self, path: str, pieces: Iterable[bytes]) -> None:
@@ -244,11 +234,7 @@ class Folder:
             self.delete([path])
 
     def move(self, path: str, target: str) -> None:
-        """Moves a file or link, without following it.
-
-        Raises:
-            FileExistsError: `target` is taken.
-        """
+        """Moves a file or link, without following it; raises `FileExistsError` if `target` is taken."""
         (parent, _, name), (to_parent, _, to_name) = path.rpartition("/"), target.rpartition("/")
         with self._within(parent) as folder, self._within(to_parent, is_lasting=True) as to_folder:
             if to_name in os.listdir(to_folder):
@@ -294,11 +280,9 @@ class Folder:
             os.close(here)
 
     def _enter(self, folder: str, is_lasting: bool | None = None) -> int:
-        """Opens a folder below the root, without following a link on the way.
+        """Opens a folder below the root, "" for the root, without following a link on the way.
 
-        Args:
-            folder: its path; "" for the root.
-            is_lasting: None if the folder exists. Otherwise it is created; with True it survives a power failure.
+        If `is_lasting` is None the folder exists. Otherwise it is created; with True it survives a power failure.
         """
         here = self._open_root()
         done: list[str] = []

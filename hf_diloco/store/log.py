@@ -55,8 +55,7 @@ R = TypeVar("R", bound=Record)
 
 
 class Refusals:
-    """Islands that were refused, with the last reason, until they are taken; rounds behind the inner steps add some
-    while training takes others."""
+    """Islands that were refused, with the last reason, until they are taken; threads may share one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,9 +96,7 @@ class RunLog:
     def read(self, path: str, kind: type[R], is_of_now: bool = False) -> R | None:
         """Returns a record, None if absent. A record that is too large is not downloaded; see also `Seal.open`.
 
-        Raises:
-            ForgedError: the object was not written for this path with the run's key, or is not a record of this kind.
-            StoreError: the store does not answer.
+        Raises `ForgedError` if it was not written for this path with the run's key, or is not a record of this kind.
         """
         try:
             data = self.store.get(path, MAX_RECORD_BYTES)

@@ -64,10 +64,8 @@ class Awaited(_Message):
 
 
 class PollRequest(_Message):
-    """An island's request. If it knows nothing (`known` is None), every object is news.
-
-    `put` objects are flushed to the disk if `is_lasting`.
-    """
+    """An island's request. If it knows nothing (`known` is None), every object is news. `put` objects are flushed to
+    the disk if `is_lasting`."""
 
     create: dict[Path, bytes] = Field(default_factory=dict, max_length=16)
     replace: dict[Path, tuple[str, bytes]] = Field(default_factory=dict, max_length=16)
@@ -146,7 +144,7 @@ def look(
     awaited: Awaited | None = None,
     paths: Collection[str] = (),
 ) -> Listing:
-    """Returns all objects below some prefixes, in one request, as soon as they differ from `before`.
+    """Returns all objects below some prefixes and at some paths, in one request, as soon as they differ from `before`.
 
     Args:
         store: one that `tells_changes`.
@@ -154,10 +152,6 @@ def look(
         seconds: the longest wait for a change.
         create: objects to create first, unless they exist.
         awaited: an object below one of the prefixes for which other news wait.
-        paths: further objects.
-
-    Raises:
-        StoreError: no answer, or a refusal.
     """
     answer = store.poll(
         PollRequest(
@@ -181,10 +175,8 @@ def look(
 
 @contextmanager
 def looking_once(store: ObjectStore, prefixes: Sequence[str], paths: Collection[str] = ()) -> Iterator[None]:
-    """Answers this thread's reads of some places, until it writes, from one request if the store supports that.
-
-    Places that the current listing covers are not requested again.
-    """
+    """Answers this thread's reads of some places, until it writes, from one request if the store supports that. Places
+    that the current listing covers are not requested again."""
     listing = store.listings.current if store.tells_changes else None
     if not store.tells_changes or (listing and all(map(listing.covers, [*prefixes, *paths]))):
         yield
@@ -198,11 +190,9 @@ class Watch:
     """Repeats the same reads, each time once their answers may have changed.
 
     Attributes:
-        prefixes: below which the reads look.
         create: objects that the first look creates unless they exist; only for a store that `tells_changes`.
         when_taken: called if one of these objects existed with other data.
         awaited: see `look`; ignored by stores that are polled.
-        paths: further single paths that are read.
     """
 
     store: ObjectStore

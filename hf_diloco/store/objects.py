@@ -54,7 +54,6 @@ class ObjectStore:
 
     Args:
         url: one of the forms that `utils.urls` lists.
-        timeout: seconds without an answer after which the store counts as lost.
         read_only: only read; a folder is not created, and need not be writable.
         gone_after: seconds without a listener at a server's port after which it counts as lost; default: as long as it
             may be silent, because a server may restart.
@@ -92,11 +91,8 @@ class ObjectStore:
         return f"ObjectStore({self.url!r}, timeout={self.timeout:g})"
 
     def check_creation(self) -> None:
-        """Checks *create if absent*, on which all agreement rests; some stores that speak S3's protocol ignore it.
-
-        Raises:
-            RendezvousError: the store lets a second creation overwrite the first.
-        """
+        """Raises `RendezvousError` if the store lets a second creation overwrite the first, as some do that speak S3's
+        protocol: all agreement rests on *create if absent*."""
         path = f"checks/{uuid.uuid4().hex}"
         probe = copy(self)  # its client does not repeat a request that the store does not know (501)
         probe._backend = open_backend(self.url, self.timeout, False, max_retries=0)
@@ -148,9 +144,7 @@ class ObjectStore:
 
     def get_tagged(self, path: str, limit: int) -> tuple[str, bytes | None] | None:
         """Returns an object's tag, for `replace`, and its bytes if there are no more than `limit`; None if absent.
-
-        Only for servers and cloud stores: folders have no tags.
-        """
+        Folders have no tags."""
         _check_path(path)
         assert isinstance(self._backend, Cloud)
         try:
@@ -159,10 +153,8 @@ class ObjectStore:
             return None
 
     def replace(self, path: str, tag: str, data: bytes) -> bool:
-        """Replaces the version of an object that `get_tagged` returned; returns False if it has changed since.
-
-        After a `StoreError` it is unknown whether the object was written.
-        """
+        """Replaces the version of an object that `get_tagged` returned; returns False if it has changed since. After a
+        `StoreError` it is unknown whether the object was written."""
         _check_path(path)
         assert isinstance(self._backend, Cloud)
         return self._write("replace", path, self._backend.replace, path, tag, data)
@@ -191,8 +183,7 @@ class ObjectStore:
             pace: called with a number of bytes before they are sent; returns when they may be.
             is_lasting: the object must survive a power failure; a folder's file is then flushed to the disk.
 
-        Raises:
-            StoreFullError: there is no space left.
+        Raises `StoreFullError` if there is no space left.
         """
         _check_path(path)
         view = memoryview(data).cast("B")
@@ -201,9 +192,8 @@ class ObjectStore:
     def get(self, path: str, limit: int) -> bytes | None:
         """Returns an object, None if absent.
 
-        Raises:
-            TooLargeError: the object is larger than `limit` bytes; it is not downloaded.
-            UnreadableError: it is a symbolic link or device in a folder.
+        Raises `TooLargeError` if it is larger than `limit` bytes (it is not downloaded), and `UnreadableError` for a
+        symbolic link or device in a folder.
         """
         _check_path(path)
         if (listing := self.listings.current) and listing.covers(path):
@@ -219,11 +209,8 @@ class ObjectStore:
             raise self._too_large(path, size, limit) from None
 
     def get_range(self, path: str, start: int, end: int) -> memoryview:
-        """Returns the bytes [start, end) of an object; at least one.
-
-        Raises:
-            TruncatedError: the object is absent, or ends before the range does.
-        """
+        """Returns the bytes [start, end) of an object, at least one; raises `TruncatedError` if it is absent, or ends
+        before."""
         _check_path(path)
         try:
             found = memoryview(self._retry("read", path, self._backend.read_range, path, start, end))
@@ -241,9 +228,7 @@ class ObjectStore:
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Returns path and size (bytes) of all objects below `prefix`, a whole number of path segments, in order.
-
-        Leaves out objects that this class could not have written (with other characters in their names).
-        """
+        Leaves out objects that this class could not have written (with other characters in their names)."""
         if (listing := self.listings.current) and listing.covers(prefix.rstrip("/")):
             return listing.below(prefix.rstrip("/"))
         return [(entry.path, entry.size) for entry in self.entries(prefix)]
@@ -269,8 +254,7 @@ class ObjectStore:
     def unfinished(self, after: str = "") -> Sequence[Entry]:
         """Lists what killed writers may have left in a folder: unfinished files, and empty folders (with a /).
 
-        Args:
-            after: a path such as "rounds/00000100": entries of its folder that sort before it are skipped.
+        `after` is a path such as "rounds/00000100": entries of its folder that sort before it are skipped.
         """
         return sorted(self._retry("list", "", self._backend.unfinished, after))
 
@@ -284,11 +268,8 @@ class ObjectStore:
         return self._retry("list", "", self._backend.links)
 
     def move(self, path: str, target: str) -> None:
-        """Gives an object another path; a link is moved, not followed.
-
-        Raises:
-            TruncatedError: there is no such object.
-        """
+        """Gives an object another path; a link is moved, not followed. Raises `TruncatedError` if there is no such
+        object."""
         _check_path(target)
         self.listings.current = None
         try:
@@ -311,11 +292,8 @@ class ObjectStore:
         """Calls `attempt` until it returns, and retries with backoff after failures that may pass.
 
         The store's client itself retries for half of the timeout, but not a write whose answer was lost. This loop
-        starts no attempt after 0.6 of the timeout.
-
-        Raises:
-            AbsentError: the store answers that the object does not exist.
-            StoreError: no answer, or a refusal.
+        starts no attempt after 0.6 of the timeout. Raises `AbsentError` if the store answers that the object does not
+        exist.
         """
         begun, pause = time.monotonic(), 0.05
         while True:

@@ -57,11 +57,7 @@ def check_own_address(address: str | None) -> None:
 
 def find_address(config: Place) -> str:
     """Returns the address where this rank listens for islands it met elsewhere: `bind_address`, or the default
-    route's.
-
-    Raises:
-        RendezvousError: the address is public.
-    """
+    route's. Raises `RendezvousError` if it is public."""
     raise_file_limit()
     address = config.bind_address
     if address is None:
@@ -89,11 +85,7 @@ def warn_if_exposed(address: str) -> None:
 
 
 def refuse_public(address: str, port: int, config: Place, unit: str = "island") -> None:
-    """Raises `RendezvousError` for a public address unless `allow_public_address` is set.
-
-    Args:
-        unit: "island" or "node", which do not have the same ways to meet.
-    """
+    """Raises `RendezvousError` for a public address unless `allow_public_address` is set."""
     try:
         _, numeric = _resolve(address, port)
     except socket.gaierror:
@@ -158,8 +150,7 @@ def address_towards(config: Place) -> str:
 def find_store(config: Place, notes: WaitNotes) -> None:
     """Retries until island 0, or node 0, accepts a connection, also while the name service is temporarily unavailable.
 
-    Raises:
-        RendezvousError: nobody answers within `join_timeout`, or traffic would cross a public network.
+    Raises `RendezvousError` if nobody answers within `join_timeout`, or traffic would cross a public network.
     """
     host, port = _checked(config, notes.unit)
     deadline = time.monotonic() + config.join_timeout

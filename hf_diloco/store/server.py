@@ -48,11 +48,7 @@ T = TypeVar("T")
 
 
 class _Refused(Exception):
-    """A request that is answered with an error.
-
-    Args:
-        code: S3's error code.
-    """
+    """A request that is answered with an error; `code` is S3's."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)

@@ -47,12 +47,8 @@ _MOMENT = 0.01
 
 
 class Serving:
-    """One application at one port, in the running event loop.
-
-    Args:
-        app: the application, not yet started.
-        listener: the listening socket; `end` closes it.
-    """
+    """Serves one application, not yet started, on a listening socket, in the running event loop; `end` closes the
+    socket."""
 
     def __init__(self, app: web.Application, listener: socket.socket) -> None:
         self._strangers: dict[asyncio.Protocol, asyncio.TimerHandle] = {}  # by time of arrival

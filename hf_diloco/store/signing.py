@@ -100,11 +100,10 @@ def round_of_history(path: str) -> int | None:
 
 
 class Seal(Secret):
-    """Wraps and opens the records of one run.
+    """Wraps and opens the records of one run; those of other runs do not open.
 
     Args:
         key: the run's key, at least 16 bytes; empty for none.
-        run_id: names the run; records of other runs do not open.
         signer: this island's identity; then every record must be signed by an island that may write it. Default: no
             islands have identities.
         encrypt: encrypt written records, and the objects that they name, for holders of the key. Encrypted records are
@@ -161,10 +160,8 @@ class Seal(Secret):
         return data
 
     def open(self, path: str, data: bytes, is_of_now: bool = False) -> dict[str, Any]:
-        """Authenticates the record at `path` and returns its body.
-
-        Args:
-            is_of_now: accept it only if its writer may take part now; see `round_of_history`.
+        """Authenticates the record at `path` and returns its body; `is_of_now`: only if its writer may take part now
+        (`round_of_history`).
 
         Raises:
             ForgedError: the record was altered, cut short, moved from another path, written in another run or with

@@ -57,11 +57,10 @@ class _Unfit(Record):
 
 
 class Rendezvous(NamedTuple):
-    """The store and addresses that one rank got from the rendezvous.
+    """What one rank got from the rendezvous.
 
     Attributes:
-        store: shared by all participants.
-        key: seals connections between them; None without the run's key.
+        key: seals connections between participants; None without the run's key.
         address: the local address that reaches the store; this rank listens there for others.
         end: stops the store if this process hosts it; otherwise it runs until `store` is garbage-collected.
     """
@@ -126,11 +125,7 @@ def who_did_not_fit(store: ObjectStore) -> str:
 
 
 def has_other_run(store: ObjectStore, seal: Seal) -> bool:
-    """Whether the store holds another run than that of `seal`; a run that does not open with its key is another.
-
-    Raises:
-        StoreError: the store does not answer.
-    """
+    """Whether the store holds another run than that of `seal`; a run that does not open with its key is another."""
     found = store.get(MEETING, MAX_RECORD_BYTES)
     if found is None:
         return False

@@ -33,9 +33,8 @@ class BytesRecord(Record):
 class ValueStore:
     """The values of one run. Every method raises `StoreError` if the store does not answer.
 
-    A value that cannot be authenticated, because an outsider wrote it, counts as absent and is replaced.
-
-    `create` and `add` need a store that can `replace`.
+    A value that cannot be authenticated, because an outsider wrote it, counts as absent and is replaced. `create` and
+    `add` need a store that can `replace`.
     """
 
     def __init__(self, log: RunLog, folder: str = VALUES) -> None:
@@ -70,11 +69,8 @@ class ValueStore:
     def wait(
         self, keys: Sequence[str], seconds: float, should_give_up: Callable[[], bool] = lambda: False
     ) -> dict[str, bytes]:
-        """Waits until all keys have values or the time is over; returns what `find_all` does.
-
-        Args:
-            should_give_up: polled while waiting; True ends it.
-        """
+        """Waits until all keys have values, the time is over, or `should_give_up` says so; returns what `find_all`
+        does."""
         begun = REAL.now()
         watch = Watch(self.log.store, (), REAL, paths=[self._path(key) for key in keys])
         while True:

@@ -52,13 +52,7 @@ class RateLimit:
     """Limits how fast bytes leave this process, so that an exchange leaves room on the link for other traffic.
 
     A token bucket, which several threads may share. In any `t` seconds it lets through at most `(t + BURST_SECONDS) *
-    bytes_per_second` bytes.
-
-    Args:
-        bytes_per_second: None lets everything through.
-
-    Raises:
-        ValueError: the limit is not more than 0.
+    bytes_per_second` bytes; None lets everything through.
     """
 
     def __init__(self, bytes_per_second: float | None = None, clock: Clock = REAL) -> None:
@@ -108,8 +102,6 @@ class Lane:
     Attributes:
         store: where the owners find each other's ports; reachable from all islands.
         name: unique in the run.
-        island: this island's number.
-        num_islands: islands in the run.
         address: local address to listen on, as the other islands see it.
         timeout: seconds that connecting, and later each whole exchange, may take.
         key: of the run; with one, peers prove that they hold it, and all traffic is sealed. Default: peers are not
@@ -181,11 +173,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def broadcast(self, values: torch.Tensor, source: int) -> Traffic:
-        """Replaces `values` (fp32, host, 1-D) by those of island `source`, exactly.
-
-        Raises:
-            IslandLostError: an island did not send or receive in time.
-        """
+        """Replaces `values` (fp32, host, 1-D) by those of island `source`, exactly. Raises as `average`."""
 
     @abstractmethod
     def send_message(self, message: bytes, notify: Callable[[], None]) -> bool:
@@ -198,8 +186,7 @@ class Exchange(ABC):
             message: if it is too long for the transport, peers receive an empty one.
             notify: called, on any thread, when a new message has arrived, or an island is lost.
 
-        Returns:
-            False if no messages will arrive: the transport carries none, or is closed.
+        Returns False if no messages will arrive: the transport carries none, or is closed.
         """
 
     @abstractmethod
@@ -275,7 +262,7 @@ def cut_into_pieces(size: int, num_islands: int, codec: Codec) -> list[slice]:
 
 
 def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep: int) -> torch.Tensor:
-    """Returns the mean of fp32 `parts`, summed in the order given.
+    """Returns the mean of fp32 `parts`, summed in the order given, in one of the parts.
 
     Each operation is a plain multiplication or addition: fused multiply-adds would round differently in the vector
     body and the scalar tail of a kernel, and from one processor type to the next, and islands would drift apart.
@@ -284,9 +271,6 @@ def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep:
         parts: one per island, of equal length; all but one are overwritten.
         weights: one non-negative weight per island, not all 0.
         keep: the index of the part that stays unchanged, unless it is the only one with a weight.
-
-    Returns:
-        The mean, in one of the parts.
     """
     counted = [island for island, weight in enumerate(weights) if weight > 0]
     if len(counted) == 1:

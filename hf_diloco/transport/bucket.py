@@ -75,15 +75,8 @@ class BucketExchange:
         return self.start + self.length
 
     def publish(self, values: torch.Tensor, path: str, codec: Codec) -> tuple[ObjectInfo, Traffic]:
-        """Writes this rank's range as the object `path`; for an empty range it only returns the `ObjectInfo`.
-
-        Args:
-            values: fp32, host, contiguous, `length` values; unchanged.
-            path: relative to the store's root.
-
-        Raises:
-            StoreError: the write failed.
-        """
+        """Writes `values` (fp32, host, contiguous, `length` values; unchanged) as the object `path`; an empty range is
+        not written."""
         self._check(values, codec)
         num_bytes = codec.num_bytes(self.length)
         code = values.view(torch.uint8) if codec.is_exact else torch.empty(num_bytes, dtype=torch.uint8)
@@ -177,16 +170,7 @@ class BucketExchange:
         return Traffic(bytes_received=reader.bytes_received)
 
     def fetch(self, objects: Sequence[ObjectInfo], out: torch.Tensor) -> Traffic:
-        """Reads this rank's range of objects in fp32, exactly.
-
-        Args:
-            objects: any cut of the canonical space.
-            out: fp32, host, contiguous, `length` values; undefined after an error.
-
-        Raises:
-            PayloadError: an object does not fit its announcement, the others, or this rank's range; names it.
-            StoreError: the store did not answer, or an object is absent.
-        """
+        """Reads this rank's range of objects, in any cut, in fp32, exactly; see `average`."""
         return self.average([objects], [1.0], CODECS["fp32"], out)
 
     def _check(self, values: torch.Tensor, codec: Codec) -> None:

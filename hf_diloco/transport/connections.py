@@ -100,12 +100,8 @@ class Connections:
         waited for.
 
         With a key the tensor is sealed for its place in the sequence sent with this tag: use a tag with one
-        `Transfers` only at each end, and never again. Without a key a checksum follows it, if the other end expects
-        one.
-
-        Args:
-            tag: identifies the transfer; the same at both ends.
-            with_checksum: whether a checksum follows, if there is no key; the same at both ends.
+        `Transfers` only at each end, and never again. Without a key a checksum follows it if `with_checksum`, which is
+        the same at both ends.
         """
         sealer = self._sealer
         for connection, part in self.spread(tensor, tag):
@@ -145,8 +141,7 @@ class Connections:
 
         Args:
             deadline: after it the connections concerned can no longer be used.
-            meanwhile: called every `PROBE_SECONDS`; an exception from it ends the wait, and then only `close` may be
-                called.
+            meanwhile: called every `PROBE_SECONDS`; after an exception from it only `close` may be called.
 
         Raises:
             IslandLostError: a peer's connection broke, or it did not send or receive in time.

@@ -57,11 +57,7 @@ def way_of(key: LinkKey | None) -> str:
 
 
 class Line:
-    """One end of a connection.
-
-    Attributes:
-        host: numeric address of the other end.
-    """
+    """One end of a connection; `host` is the numeric address of the other end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -136,12 +132,7 @@ class Line:
 class GlooAddresses(Store):
     """The part of a store's interface through which Gloo shares its addresses. Any number of threads may use it.
 
-    Args:
-        tell: sends a value to all other ends.
-        deadline: until when to wait for values.
-
-    Attributes:
-        num_heard: the number of values received, by end.
+    `tell` sends a value to all other ends; `num_heard` is the number of values received, by end.
     """
 
     def __init__(self, tell: Callable[[str, bytes], None], deadline: Deadline) -> None:

@@ -39,13 +39,8 @@ class MemoryNetwork:
 
 
 class Swaps:
-    """Swaps of items between the threads of one process, in numbered steps.
-
-    Args:
-        num_members: number of threads.
-        timeout: seconds that a member waits for the others.
-        unit: what messages call a member.
-    """
+    """Swaps of items between the threads of one process, in numbered steps, each of at most `timeout` seconds.
+    Messages call a member `unit`."""
 
     def __init__(self, num_members: int, timeout: float, unit: str = "island") -> None:
         self.num_members = num_members
@@ -60,10 +55,7 @@ class Swaps:
         """Gives `item` to all members and returns all their items, in the order of the members.
 
         A complete swap also succeeds for a member that wakes up after another one has left, which under load takes
-        seconds.
-
-        Raises:
-            IslandLostError: not all came; this member leaves, too.
+        seconds. Otherwise raises `IslandLostError`; this member leaves, too.
         """
         number = self._num_swaps[member]
         self._num_swaps[member] += 1

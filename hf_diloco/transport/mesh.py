@@ -318,7 +318,6 @@ class Chunk:
     """The transfers of one chunk of the values.
 
     Attributes:
-        size: number of values.
         slot: index of its buffers.
         is_averaged_by_all: every island averages the whole chunk, instead of a piece.
         pieces: the piece that each island averages.

@@ -47,12 +47,7 @@ class Messages:
     def send(self, message: bytes, notify: Callable[[], None]) -> bool:
         """Sends `message` to all peers; `heard` then returns the messages of their calls with the same number.
 
-        Args:
-            message: if it is too long for a frame, peers receive an empty one.
-            notify: called, on another thread, whenever a peer's message arrives or the peer is lost.
-
-        Returns:
-            False if the connections are closed: no messages will arrive.
+        See `Exchange.send_message`. Returns False if the connections are closed.
         """
         if not self._links.groups:
             return False

@@ -102,11 +102,8 @@ class ObjectInfo(BaseModel):
 
 
 def read_info(record: object) -> ObjectInfo:
-    """Validates the parsed JSON of an `ObjectInfo` that another island wrote.
-
-    Raises:
-        PayloadError: it is not one, or its numbers are inconsistent.
-    """
+    """Validates the parsed JSON of an `ObjectInfo` that another island wrote; raises `PayloadError` if it is
+    inconsistent."""
     try:
         return ObjectInfo.model_validate(record)
     except ValidationError as error:
@@ -124,8 +121,7 @@ def read_info(record: object) -> ObjectInfo:
 def find_cover(objects: Sequence[ObjectInfo], start: int, length: int, codec: Codec) -> list[ObjectInfo]:
     """Returns one participant's objects that hold part of `length` values from `start` on, in canonical order.
 
-    Raises:
-        PayloadError: the objects overlap, leave a gap or do not cover the range, or one has another codec.
+    Raises `PayloadError` if the objects overlap, leave a gap or do not cover the range, or one has another codec.
     """
     filled = sorted((info for info in objects if info.length), key=lambda info: info.start)
     for info in filled:
@@ -182,12 +178,7 @@ class Block:
 
 
 def iter_blocks(cover: Sequence[ObjectInfo], start: int, length: int, participant: int) -> Iterator[Block]:
-    """Yields the blocks that hold `length` values from `start` on, each once, in canonical order.
-
-    Args:
-        cover: the result of `find_cover` for the same range.
-        participant: whose objects they are.
-    """
+    """Yields the blocks of a `find_cover` that hold `length` values from `start` on, each once, in canonical order."""
     for info in cover:
         low, high = max(start, info.start), min(start + length, info.end)
         while low < high:
@@ -217,8 +208,6 @@ class BlockReader:
 
     Args:
         covers: for each participant the result of `find_cover` for the same range; empty to read nothing from it.
-        start: canonical index of the first value needed.
-        length: values needed.
         num_threads: range reads at a time.
         seal: opens encrypted blocks; None without a key.
 
@@ -261,12 +250,8 @@ class BlockReader:
     def advance(self, position: int) -> dict[int, LoadedBlock]:
         """Frees the blocks that end at `position` and waits for those that begin there.
 
-        Returns:
-            For each participant the block that holds the value `position`. The caller may overwrite it.
-
-        Raises:
-            PayloadError: a block's digest is wrong, or it was cut short; names the object.
-            StoreError: the store did not answer, or the object is absent.
+        Returns for each participant the block that holds the value `position`, which the caller may overwrite. Raises
+        `PayloadError` if a block's digest is wrong, or it was cut short; names the object.
         """
         for participant, loaded in list(self._held.items()):
             if loaded.block.high == position:

@@ -20,11 +20,7 @@ SILENT_SECONDS = 60.0
 
 
 class Transport(ABC):
-    """One rank's access to the other islands.
-
-    Attributes:
-        store: small values by key.
-    """
+    """One rank's access to the other islands, and to the small values by key that they share (`store`)."""
 
     store: ValueStore
 
@@ -52,8 +48,7 @@ class MemoryTransport(Transport):
 class MeshTransport(Transport):
     """Direct connections, established through a store that island 0's leader hosts.
 
-    Raises:
-        RendezvousError: the rendezvous cannot be opened or reached, or the run there has another key.
+    Raises `RendezvousError` if the rendezvous cannot be opened or reached, or the run there has another key.
     """
 
     def __init__(self, config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> None:

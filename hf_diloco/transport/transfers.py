@@ -185,7 +185,6 @@ class LossNotes:
     that finds a connection closed can tell whether its peer was lost first or merely followed.
 
     Args:
-        store: reachable from all islands.
         name: the lane's name.
         island: this island's number.
         patience: seconds that an island which timed out waits for another's note. All time out at about the same
@@ -205,9 +204,7 @@ class LossNotes:
     def find_first(self, peer: int, timed_out: bool) -> int:
         """Notes that `peer` is gone or late, and returns the island that was lost first.
 
-        Args:
-            peer: the island that this one found missing.
-            timed_out: no connection was closed: `peer` may be about to time out as well and leave its note.
+        If this end timed out, no connection was closed: `peer` may be about to time out as well and leave its note.
         """
         patience = self._patience if timed_out else 0.0
         suspect, asked = peer, {self._island}
