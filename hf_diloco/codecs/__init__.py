@@ -24,8 +24,7 @@ BUILT_IN = tuple(CODECS)
 def find_codec(name: str) -> Codec:
     """Returns the codec for the setting `payload`: one of `BUILT_IN`, or a user's own, as FILE.py:CLASS.
 
-    Raises:
-        ValueError: there is no such codec, or it cannot be loaded; the message has the remedy.
+    Raises `ValueError`, with the remedy, if there is no such codec, or it cannot be loaded.
     """
     if is_own(name):
         return _own_codec(name)

@@ -55,10 +55,8 @@ class Codec(ABC):
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether training needs error feedback. If so, an average cannot be encoded again without great loss.
-
-        Islands then send each other their encoded values, and each computes the average itself.
-        """
+        """Whether training needs error feedback. If so, an average cannot be encoded again without great loss: islands
+        send each other their encoded values, and each computes the average itself."""
         return self.feedback_decay > 0
 
     def num_bytes(self, num_values: int) -> int:
@@ -107,15 +105,8 @@ _round_trips = Workspace()
 class ErrorFeedback:
     """One rank's residual e: fp32, on the host. A round that fails does not change it.
 
-    Takes 8 bytes per value: for the residual, and for the one that replaces it if the round is committed.
-
-    Args:
-        codec: encodes the pseudo-gradients.
-        decay: share of the residual that is added, above 0 up to 1.
-        size: number of values.
-
-    Attributes:
-        residual: e; not a copy.
+    Takes 8 bytes per value: for the residual (`residual`, not a copy), and for the one that replaces it if the round
+    is committed. `decay` is the share of the residual that is added, above 0 up to 1.
     """
 
     def __init__(self, codec: Codec, decay: float, size: int) -> None:
@@ -139,10 +130,8 @@ class ErrorFeedback:
         return square
 
     def commit(self) -> None:
-        """Replaces the residual by that of the last `add_`, whose values a committed round has used.
-
-        Keeps the old residual if the new one is not finite, as no later residual would be finite either.
-        """
+        """Replaces the residual by that of the last `add_`, whose values a committed round has used; not if the new
+        one is not finite, as no later residual would be finite either."""
         if self._is_finite:
             self.residual, self._next = self._next, self.residual
 

@@ -14,30 +14,21 @@ import numpy as np
 import torch
 
 from hf_diloco.codecs.base import Codec
-from hf_diloco.codecs.compiled import INFINITY_BITS, MAGNITUDE_BITS, Loops, is_compiled_for
+from hf_diloco.codecs.compiled import GATHER_BITS, INFINITY_BITS, MAGNITUDE_BITS, Loops, is_compiled_for
 from hf_diloco.utils.workspace import Workspace
 
 ACCELERATOR_TILE = 1 << 24
 """Values that are encoded at a time on an accelerator, to bound scratch memory."""
 
 BF16_BITS = np.int32(~0xFFFF)
-# A mask for the lowest bit of each of the eight bytes of an int64, and the factor that moves the bit of byte i to bit
-# 56 + i.
-LOWEST_BITS = 0x0101_0101_0101_0101
-GATHER_BITS = 0x0102_0408_1020_4080
+LOWEST_BITS = 0x0101_0101_0101_0101  # of each of the eight bytes of an int64
 
 
 class BlockCodec(Codec):
     """Encodes whole blocks, many at a time. A partial block is padded with zeros, and its padding dropped on decoding.
 
-    Every codec has two implementations with bit-identical results: compiled loops for values on a CPU, and PyTorch's
-    operations for values on an accelerator, or if Numba is not installed.
-
-    Args:
-        compiled: False: use PyTorch's operations on a CPU, too.
-
-    Attributes:
-        loops: the compiled loops.
+    Every codec has two implementations with bit-identical results: compiled loops (`loops`) for values on a CPU, and
+    PyTorch's operations for values on an accelerator, if Numba is not installed, or if `compiled` is False.
     """
 
     loops: ClassVar[Loops]
@@ -100,10 +91,7 @@ class BlockCodec(Codec):
         return self._workspace.take(name, rows * columns, dtype, like.device).view(rows, columns)
 
     def _largest_magnitudes(self, values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Returns max |v| of each row, (n, 1); infinite if a value is infinite or NaN. Overwrites `scratch`.
-
-        Compares the bits of the magnitudes: as integers they have the same order, NaN last, and compare faster.
-        """
+        """Returns max |v| of each row, (n, 1), as `largest_magnitude`; overwrites `scratch`."""
         bits = scratch.view(torch.int32)
         torch.bitwise_and(values.view(torch.int32), int(MAGNITUDE_BITS), out=bits)
         largest = self._scratch("largest", values, torch.int32, 1)
@@ -160,31 +148,33 @@ def _pairs(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.view_as_complex(torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)).to(device)
 
 
-class SignBits:
-    """Packs signs into bits by PyTorch's operations: set for v < 0; value i of a row is bit i % 8 of byte i // 8."""
+_sign_buffers = Workspace()
 
-    def __init__(self) -> None:
-        self._workspace = Workspace()
 
-    def pack(self, values: torch.Tensor, bits: torch.Tensor) -> None:
-        """Writes the signs of `values`, fp32 (n, 8 m), to `bits`, uint8 (n, m)."""
-        scratch = self._take("values", values, torch.float32)
-        torch.add(values, 0.0, out=scratch)  # turns -0 into +0
-        signs = self._take("signs", values, torch.uint8)
-        signs.copy_(scratch.view(torch.int32).bitwise_right_shift_(31))
-        eights = signs.view(torch.int64).bitwise_and_(LOWEST_BITS).mul_(GATHER_BITS)
-        bits.copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
+def pack_signs(values: torch.Tensor, bits: torch.Tensor) -> None:
+    """Writes the signs of `values`, fp32 (n, 8 m), to `bits`, uint8 (n, m), by PyTorch's operations.
 
-    def unpack(self, bits: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes -1 to `values`, fp32 (n, 8 m), for every set bit of `bits`, uint8 (n, m), and 1 for others."""
-        indices = self._take("indices", bits, torch.int32)
-        indices.copy_(bits)
-        eights = self._take("eights", bits, torch.int64)
-        torch.index_select(_eights(values.device), 0, indices.view(-1), out=eights.view(-1))
-        values.copy_(eights.view(torch.int8))
+    A bit is set for v < 0; value i of a row is bit i % 8 of byte i // 8.
+    """
+    scratch = _like("values", values, torch.float32)
+    torch.add(values, 0.0, out=scratch)  # turns -0 into +0
+    signs = _like("signs", values, torch.uint8)
+    signs.copy_(scratch.view(torch.int32).bitwise_right_shift_(31))
+    eights = signs.view(torch.int64).bitwise_and_(LOWEST_BITS).mul_(int(GATHER_BITS))
+    bits.copy_(eights.bitwise_right_shift_(56))  # keeps the lowest byte
 
-    def _take(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._workspace.take(name, like.numel(), dtype, like.device).view(like.shape)
+
+def unpack_signs(bits: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes -1 to `values`, fp32 (n, 8 m), for every set bit of `bits`, uint8 (n, m), and 1 for others."""
+    indices = _like("indices", bits, torch.int32)
+    indices.copy_(bits)
+    eights = _like("eights", bits, torch.int64)
+    torch.index_select(_eights(values.device), 0, indices.view(-1), out=eights.view(-1))
+    values.copy_(eights.view(torch.int8))
+
+
+def _like(name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _sign_buffers.take(name, like.numel(), dtype, like.device).view(like.shape)
 
 
 @cache

@@ -11,11 +11,7 @@ from hf_diloco.utils.workspace import Workspace
 
 
 class CastCodec(Codec):
-    """Casts values to another dtype.
-
-    Attributes:
-        dtype: the dtype on the wire.
-    """
+    """Casts values to another dtype."""
 
     dtype: ClassVar[torch.dtype]
     block_values = 1

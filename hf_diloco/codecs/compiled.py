@@ -31,9 +31,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 class Loops(NamedTuple):
     """The compiled loops of a codec.
 
-    Attributes:
-        encode: takes values (n, block_values), code (n, block_bytes), and the number of values per row before padding.
-        decode: takes code and values of these shapes.
+    `encode` takes values (n, block_values), code (n, block_bytes), and the number of values per row before padding;
+    `decode` takes code and values of these shapes.
     """
 
     encode: Callable[[Values, Bytes, int], None]
@@ -104,7 +103,7 @@ def cut(value: np.float32, bits: np.int32) -> np.float32:
 def largest_magnitude(row: Values) -> np.float32:
     """Returns max |v|; infinite if a value is infinite or NaN.
 
-    Compares the bits of the magnitudes: as integers they have the same order, NaN last.
+    Compares the bits of the magnitudes: as integers they have the same order, NaN last, and compare faster.
     """
     bits = row.view(np.int32)
     largest = np.int32(0)

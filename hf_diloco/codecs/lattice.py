@@ -44,15 +44,10 @@ class LatticeCodec:
     """The code above with q = 256 or 65,536. Computes in host memory, in fp64, a tile at a time; deterministic.
 
     A payload of n values has ⌈n / CHECK_VALUES⌉ checksums (64-bit XXH3, seeded with the bits of ε in fp64), then n
-    codes of `code_bytes` each, the lowest bits of round(a / ε) in two's complement; all little-endian. Equal values
-    have equal payloads.
+    codes of `code_bytes` (1 or 2) each, the lowest bits of round(a / ε) in two's complement; all little-endian. Equal
+    values have equal payloads. `step` is ε, in units of the values.
 
-    Args:
-        code_bytes: 1 or 2.
-        step: ε, in units of the values.
-
-    Raises:
-        ConfigError: neither 1 nor 2 bytes; or the step is not a positive finite number.
+    Raises `ConfigError` for other numbers of bytes, or if the step is not a positive finite number.
     """
 
     def __init__(self, code_bytes: int, step: float) -> None:
@@ -97,16 +92,12 @@ class LatticeCodec:
         """Decodes a payload into `out`; in blocks that cannot be decoded, copies `near`.
 
         Args:
-            payload: as `encode` writes it.
             near: the receiver's own values; format as for `values` of `encode`.
             out: like `near`, which it must not overlap.
 
-        Returns:
-            The number of blocks of `CHECK_VALUES` values that cannot be decoded, because the models are too far apart
-            there, or the payload was encoded with another step.
-
-        Raises:
-            PayloadError: the payload's length does not match the number of values.
+        Returns the number of blocks of `CHECK_VALUES` values that cannot be decoded, because the models are too far
+        apart there, or the payload was encoded with another step. Raises `PayloadError` if the payload has another
+        length.
         """
         checks, codes = self._cut(payload, near.numel())
         num_failed = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_diloco.codecs.blocks import BlockCodec, SignBits
+from hf_diloco.codecs.blocks import BlockCodec, pack_signs, unpack_signs
 from hf_diloco.codecs.compiled import Bytes, Loops, Values, compiled, cut, fill_signs, pack_bits, read_fp32, write_fp32
 
 SCALE_BITS = np.int32(~0xFFF)
@@ -53,17 +53,13 @@ class SignCodec(BlockCodec):
 
     loops = Loops(_encode, _decode)
 
-    def __init__(self, compiled: bool = True) -> None:
-        super().__init__(compiled)
-        self._bits = SignBits()
-
     def _encode_blocks(self, values: torch.Tensor, code: torch.Tensor, num_values: int) -> None:
-        self._bits.pack(values, code[:, 4:])
+        pack_signs(values, code[:, 4:])
         scratch = self._scratch("values", values, torch.float32, self.block_values)
         torch.abs(values, out=scratch)
         scale = scratch.sum(1, keepdim=True, dtype=torch.float64).div_(num_values).float()
         code[:, :4].view(torch.int32).copy_(scale.view(torch.int32).bitwise_and_(int(SCALE_BITS)))
 
     def _decode_blocks(self, code: torch.Tensor, values: torch.Tensor) -> None:
-        self._bits.unpack(code[:, 4:], values)
+        unpack_signs(code[:, 4:], values)
         values.mul_(code[:, :4].view(torch.float32))

@@ -202,11 +202,8 @@ class TopKCodec(BlockCodec):
         code[:, 4:].unflatten(1, (-1, 7)).copy_(words.view(torch.uint8)[:, :, :7])
 
     def _largest(self, values: torch.Tensor, from_end: torch.Tensor) -> torch.Tensor:
-        """Returns the indices (n, 64) of the largest magnitudes of each row, smallest first.
-
-        The index, counted from the end, replaces the low bits of the magnitude. So no two keys are equal, the result
-        does not depend on the algorithm, and the keys contain the indices.
-        """
+        """Returns the indices (n, 64) of the largest magnitudes of each row, smallest first, by keys as in
+        `_select`."""
         keys = self._scratch("keys", values, torch.int32, self.block_values)
         torch.bitwise_and(values.view(torch.int32), int(KEY_BITS), out=keys).bitwise_or_(from_end)
         return keys.topk(KEPT, dim=1).values.flip(1).bitwise_not_().bitwise_and_(INDEX_MASK).long()
@@ -226,8 +223,8 @@ def two_means(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the two numbers that best represent a row of magnitudes (n, 2), and the count of the second one (n, 1).
 
-    If c magnitudes have the sum S, and the k smallest the sum S_k, the squared error is smallest where
-    S_k^2 / k + (S - S_k)^2 / (c - k) is largest; the numbers are the means of the others and of the k smallest.
+    If c magnitudes have the sum S, and the k smallest the sum S_k, the squared error is smallest where S_k^2 / k + (S
+    - S_k)^2 / (c - k) is largest; the numbers are the means of the others and of the k smallest.
 
     Args:
         magnitudes: (n, 64), smallest first. A row that holds inf or NaN ends with it, and has NaN as its means.

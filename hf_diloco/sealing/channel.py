@@ -164,14 +164,10 @@ _PURPOSE = "connection"
 
 
 class Agreement:
-    """One end's part of a key agreement, for one connection; to be used once.
+    """One end's part of a key agreement, for one connection; to be used once. `public` is the first message, for the
+    other end.
 
-    Args:
-        name: of the lane, unique in the run.
-        connection: its number among those between the two.
-
-    Attributes:
-        public: the first message, for the other end.
+    `name` is of the lane, unique in the run; `connection` is its number among those between the two.
     """
 
     def __init__(

@@ -59,8 +59,7 @@ class Roster:
 class Signer(Secret):
     """An island's own identity, and those of the others.
 
-    Raises:
-        ConfigError: the roster does not list the key for this island, or lists it until some round only.
+    Raises `ConfigError` if the roster does not list the key for this island, or lists it until some round only.
     """
 
     def __init__(self, private: Ed25519PrivateKey, number: int, roster: Roster) -> None:

@@ -38,15 +38,8 @@ def installed_version(package: str) -> str | None:
 
 
 def need(what: str, *modules: str) -> None:
-    """Raises an error if a required library is missing.
-
-    Args:
-        what: the setting or option that needs it, as a user wrote it.
-        modules: keys of `EXTRAS`.
-
-    Raises:
-        ConfigError: names the missing modules and the command that installs them.
-    """
+    """Raises `ConfigError`, with the command that installs them, if modules of `EXTRAS` are missing; `what`, as a user
+    wrote it, needs them."""
     missing = [module for module in modules if not is_installed(module)]
     if missing:
         extras = ",".join(sorted({EXTRAS[module] for module in missing}))
@@ -55,9 +48,7 @@ def need(what: str, *modules: str) -> None:
 
 def import_deepspeed_quietly() -> None:
     """Imports DeepSpeed without its warning, on stdout, that this machine has no accelerator: `doctor` reports that.
-
-    All its other warnings stay, also later.
-    """
+    All its other warnings stay, also later."""
     keep_deepspeed_quiet()
     import deepspeed  # noqa: F401
 

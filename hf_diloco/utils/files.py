@@ -32,10 +32,8 @@ _WRITE_FAILURE = re.compile(
 
 
 def write_whole(path: Path, text: str, durable: bool = True) -> None:
-    """Replaces a text file (UTF-8) in a folder that exists.
-
-    If `durable`, returns once it is on disk; otherwise a power failure may lose it.
-    """
+    """Replaces a text file (UTF-8) in a folder that exists. If `durable`, returns once it is on disk; otherwise a
+    power failure may lose it."""
     # Not the process's number: islands in containers that share the folder often have the same.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:

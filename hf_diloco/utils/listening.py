@@ -53,10 +53,8 @@ _creating = threading.Lock()
 
 
 def raise_file_limit() -> int:
-    """Raises the soft limit of open files to the hard one, at most to `MAX_FILES`; returns the resulting limit.
-
-    Child processes inherit it.
-    """
+    """Raises the soft limit of open files to the hard one, at most to `MAX_FILES`; returns the resulting limit, which
+    child processes inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -68,9 +66,8 @@ def raise_file_limit() -> int:
 class Door:
     """A listening socket that can stop answering. Accepted connections go on.
 
-    Args:
-        file: descriptor of the socket, on which other code accepts. It is duplicated, but not by `socket.dup`, which
-            would make both blocking.
+    The descriptor, on which other code accepts, is duplicated, but not by `socket.dup`, which would make both
+    blocking.
     """
 
     def __init__(self, file: int) -> None:
@@ -119,11 +116,8 @@ class Door:
 
 
 class GlooListener:
-    """A Gloo device on one address, which answers some hosts until the end of the `with` block, and then nobody.
-
-    Args:
-        address: local.
-        hosts: numeric addresses that may connect.
+    """A Gloo device on one local address, which answers some hosts (numeric) until the end of the `with` block, and
+    then nobody.
 
     Attributes:
         device: for the options of a process group.
@@ -159,18 +153,12 @@ class GlooListener:
 
 
 def keep_door(door: Door, owner: object) -> Callable[[], object]:
-    """Stops a port from answering while the process has few file descriptors left, as long as `owner` lives.
+    """Stops a port from answering while the process has few file descriptors left, as long as `owner` lives; returns a
+    function that ends this earlier.
 
     A reserve of descriptors is held from the start, and released when the port stops answering: connections that
     arrive faster than the checks may take all other descriptors, but not these. Connections waiting to be accepted at
     that moment may not take them either: the queue is short.
-
-    Args:
-        door: of the port.
-        owner: the object that accepts.
-
-    Returns:
-        A function that ends this earlier.
     """
     ended = threading.Event()
     size = min(RESERVED_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)

@@ -14,15 +14,13 @@ def steps_taken(scheduler: Any) -> int:
 
 
 def move_schedule(scheduler: Any, step: int) -> bool:
-    """Sets the learning rate of `step`, from which the schedule continues.
+    """Sets the learning rate of `step`, from which the schedule continues; returns whether it could.
+
+    Only a `LambdaLR`, as nearly all of the Trainer's are, knows the rate at a step without the steps before.
 
     Args:
         scheduler: what the Trainer steps: a scheduler of torch, or accelerate's wrapper of one.
         step: optimizer steps taken so far, counted as the schedule does.
-
-    Returns:
-        Whether it could: only a `LambdaLR`, as nearly all of the Trainer's are, knows the rate at a step without the
-            steps before.
     """
     inner = getattr(scheduler, "scheduler", scheduler)
     if not isinstance(inner, LambdaLR):

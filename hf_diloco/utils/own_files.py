@@ -26,15 +26,8 @@ FORM = "FILE.py:CLASS"
 
 
 def classes_in(package: str, base: type[T]) -> list[type[T]]:
-    """Finds the classes that the files of a package define: a new file there needs no entry anywhere else.
-
-    Args:
-        package: its name; all of its modules are imported.
-        base: base class; classes found are concrete, and define a `name`.
-
-    Returns:
-        The classes in the order of the file names, and of their definition in a file.
-    """
+    """Finds the concrete subclasses of `base` that define a `name` in the files of a package, all of which are
+    imported, in the order of the files' names: a new file there needs no entry anywhere else."""
     found = []
     for file in pkgutil.iter_modules(importlib.import_module(package).__path__):
         module = importlib.import_module(f"{package}.{file.name}")
@@ -50,15 +43,10 @@ def is_own(name: str) -> bool:
 
 
 def load_own(name: str, base: type[T]) -> type[T]:
-    """Loads the class that a setting names.
+    """Loads the subclass of `base` that a setting names as FILE.py:CLASS; FILE is relative to the working directory.
 
-    Args:
-        name: FILE.py:CLASS; FILE is relative to the working directory.
-        base: the required base class.
-
-    Raises:
-        ValueError: there is no such file or class, it is of another kind or abstract, or the file cannot be run; with
-            the remedy.
+    Raises `ValueError`, with the remedy, if there is no such file or class, it is of another kind or abstract, or the
+    file cannot be run.
     """
     path, wanted = _split(name)
     found = getattr(_run(path), wanted, None)
@@ -78,13 +66,9 @@ def find_class(what: str, name: str, base: type[T], known: Mapping[str, type[T]]
 
     Args:
         what: what such a class is called, for messages.
-        name: the setting's value.
-        base: the required base class.
-        known: the package's own classes by name.
         needed: attributes with a text that a user's class must have; its `name` must not be one of `known`.
 
-    Raises:
-        ValueError: there is no such class, or it cannot be loaded; with the remedy.
+    Raises `ValueError`, with the remedy, if there is no such class, or it cannot be loaded.
     """
     if name in known:
         return known[name]

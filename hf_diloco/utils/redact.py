@@ -29,12 +29,7 @@ _HIDE = (
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """Returns a copy of settings with `***` in place of secrets.
-
-    Args:
-        value: of a setting, or mappings and lists of them.
-        name: of the setting; text under the name of a secret is always hidden.
-    """
+    """Returns a copy of settings with `***` in place of secrets; text under the name of a secret is always hidden."""
     if isinstance(value, Mapping):
         return {key: redact(part, str(key)) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -15,10 +15,8 @@ from hf_diloco.utils.text import one_line
 
 
 class Block(BaseModel):
-    """A block of settings: unknown keys are errors, and so are true and false in place of a number.
-
-    Python, and so pydantic, accepts them as 1 and 0.
-    """
+    """A block of settings: unknown keys are errors, and so are true and false in place of a number, which Python, and
+    so pydantic, accepts as 1 and 0."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 

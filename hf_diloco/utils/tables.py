@@ -38,10 +38,7 @@ def fact_table(facts: Iterable[tuple[str, str]]) -> Table:
 def empty_table(columns: Iterable[str], words: Collection[str] = (), long: Collection[str] = ()) -> Table:
     """Returns an empty table with a line under its headings.
 
-    Args:
-        columns: their headings.
-        words: columns that hold text; the others hold numbers, aligned right.
-        long: columns that are wrapped if the terminal is narrow.
+    Columns hold numbers, aligned right, except `words`; those in `long` are wrapped if the terminal is narrow.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:

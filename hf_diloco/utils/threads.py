@@ -22,13 +22,10 @@ def outlive_gloo() -> None:
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns or raises what `call` does, unless it takes longer than `seconds`.
+    """Returns or raises what `call` does; raises `TimeoutError` if it takes longer than `seconds`.
 
     Some of Gloo's calls wait forever for a machine that has stopped without closing its connections. Such a call goes
     on in a thread that nobody waits for.
-
-    Raises:
-        TimeoutError: there is no answer after `seconds`.
     """
     answer = _begin(call)
     if not wait([answer], seconds).done:
@@ -37,11 +34,8 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def ask_together(*calls: Callable[[], Any]) -> list[Any]:
-    """Returns the results of the calls, in order: the first runs on this thread, each other on its own.
-
-    Raises:
-        BaseException: the error of the first call that failed, after all have ended.
-    """
+    """Returns the results of the calls, in order: the first runs on this thread, each other on its own. Raises the
+    error of the first call that failed, after all have ended."""
     if not calls:
         return []
     others, first = [_begin(call) for call in calls[1:]], Future[Any]()

@@ -99,10 +99,8 @@ def check_between_processes(url: str) -> None:
 
 
 def check_store_url(url: str) -> str:
-    """Returns the URL without a trailing slash.
-
-    Raises `ConfigError` if it has none of the forms in this module's docstring.
-    """
+    """Returns the URL without a trailing slash; raises `ConfigError` if it has none of the forms in this module's
+    docstring."""
     if url.startswith("file:"):
         path = unquote(url.removeprefix("file://"))
         if not url.startswith("file:///") or not path.strip("/") or re.search(r"[\0?#]", path):

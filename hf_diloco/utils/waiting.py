@@ -26,11 +26,8 @@ class WaitNotes:
     """Logs the waits of one island or node, at WARNING; for any number of threads.
 
     Args:
-        number: of the island or node that waits.
-        unit: "island" or "node".
         first: seconds of a wait before it is logged.
         every: seconds from one line to the next, whichever wait it is about.
-        clock: measures the waits.
     """
 
     def __init__(
@@ -51,10 +48,9 @@ class WaitNotes:
     def begin(
         self, limit: float, what: str = "", where: str | None = None, why: Callable[[], str] = lambda: ""
     ) -> Wait:
-        """Starts a wait.
+        """Starts a wait of at most `limit` seconds, which may be infinite.
 
         Args:
-            limit: seconds that it may take; infinite: no limit.
             what: its purpose, as "round 7".
             where: the place that the others should reach, as "tcp://host:port".
             why: returns what may keep the others away, if known; called only when a line is logged.
@@ -90,12 +86,7 @@ class Wait:
         self._begun = notes.clock.now()
 
     def look(self, missing: Callable[[], str | Collection[int]] | str | Collection[int], why: str = "") -> None:
-        """Logs for whom this waits, if a line is due.
-
-        Args:
-            missing: numbers of the missing islands or nodes, or text; called only if a line is logged.
-            why: why they are missing, if known.
-        """
+        """Logs for whom this waits, and why, if a line is due; calls `missing` only then."""
         waited = self._notes.clock.now() - self._begun
         if self._notes.is_due(waited):
             found = missing() if callable(missing) else missing

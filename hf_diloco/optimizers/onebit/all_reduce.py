@@ -19,13 +19,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_diloco.codecs.blocks import SignBits
+from hf_diloco.codecs.blocks import pack_signs, unpack_signs
 from hf_diloco.codecs.compiled import Bytes, Values, compiled, fill_signs, is_compiled_for, pack_bits
 
 SCALE_BYTES = 4
 _TILE = 4096  # values that several loops handle in turn while they are in the cache
 _LANES = 64  # sums that are accumulated in parallel
-_bits = SignBits()
 
 
 class OneBitAllReduce:
@@ -235,7 +234,7 @@ class SignFeedback:
         padded = torch.zeros(8 * num_bit_bytes(total.numel()), device=total.device)
         padded[: total.numel()] = total
         if padded.numel():
-            _bits.pack(padded[None], bits[None, : padded.numel() // 8])
+            pack_signs(padded[None], bits[None, : padded.numel() // 8])
         return float(total.double().square().sum())
 
 
@@ -249,6 +248,6 @@ def unpack(bits: torch.Tensor, magnitude: float, out: torch.Tensor, add: bool = 
         return
     num_bytes = num_bit_bytes(out.numel())
     signs = torch.empty(8 * num_bytes, device=out.device)
-    _bits.unpack(bits[None, :num_bytes], signs[None])
+    unpack_signs(bits[None, :num_bytes], signs[None])
     signs = signs[: out.numel()].mul_(magnitude)
     out.add_(signs) if add else out.copy_(signs)
