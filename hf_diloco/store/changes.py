@@ -127,9 +127,10 @@ class Changes:
 
     async def _write(self, root: str, poll: PollRequest) -> dict[str, bytes | None]:
         """Does the writes of a poll; returns the data now at each path that it creates or replaces."""
-        found = {path: await self._create(f"{root}/{path}", data) for path, data in poll.create.items()}
+        found = {path: await self._do(self._create, f"{root}/{path}", data) for path, data in poll.create.items()}
         for path, (tag, data) in poll.replace.items():
-            found[path] = await self._replace(f"{root}/{path}", tag, data)
+            async with self._replacing:
+                found[path] = await self._do(self._replace, f"{root}/{path}", tag, data)
         for path, data in poll.put.items():
             await self._do(self._folder.put, f"{root}/{path}", memoryview(data), is_lasting=poll.is_lasting)
         if found or poll.put:
@@ -160,30 +161,21 @@ class Changes:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), min(left, 2 * _STALE_SECONDS))
 
-    async def _create(self, path: str, data: bytes) -> bytes | None:
+    def _create(self, path: str, data: bytes) -> bytes | None:
         """Creates an object unless it exists; returns its data, None if unreadable."""
-
-        def create() -> bytes | None:
-            try:
-                self._folder.create(path, data)
-                return data
-            except FileExistsError:
-                return self._read(path)[1]
-
-        return await self._do(create)
-
-    async def _replace(self, path: str, tag: str, data: bytes) -> bytes | None:
-        """Replaces the object if it still has this tag; returns its data now, None if unreadable."""
-
-        def replace() -> bytes | None:
-            found = self._read_some([path]).get(path)
-            if found is None or found[0] != tag:
-                return found[1] if found else None
-            self._folder.put(path, memoryview(data))
+        try:
+            self._folder.create(path, data)
             return data
+        except FileExistsError:
+            return self._read(path)[1]
 
-        async with self._replacing:
-            return await self._do(replace)
+    def _replace(self, path: str, tag: str, data: bytes) -> bytes | None:
+        """Replaces the object if it still has this tag; returns its data now, None if unreadable."""
+        found_tag, found = self._read(path)
+        if found_tag == _ABSENT or found_tag != tag:
+            return found
+        self._folder.put(path, memoryview(data))
+        return data
 
     def _tell(self) -> None:
         self._count += 1

@@ -62,15 +62,12 @@ class NotYetVisibleError(Exception):
 
 
 class Failures:
-    """Interprets failures of one store; see `ObjectStore`. `gone_after` is set if an island or a node hosts the
-    store."""
+    """Interprets failures of one store; see `ObjectStore`. `is_hosted`: an island or a node hosts it."""
 
-    def __init__(self, url: str, timeout: float, read_only: bool, gone_after: float | None) -> None:
-        self._gone_after = gone_after
-        self._url = url
+    def __init__(self, url: str, timeout: float, read_only: bool, is_hosted: bool) -> None:
+        self._url, self._timeout = url, timeout
         self._scheme = url.partition(":")[0]
-        self._timeout = timeout
-        self._read_only = read_only
+        self._read_only, self._is_hosted = read_only, is_hosted
 
     def is_transient(self, error: Exception) -> bool:
         """Whether a retry may help."""
@@ -98,7 +95,6 @@ class Failures:
 
     def remedy(self, error: Exception | None = None) -> str:
         """Returns what the user can do; without an error, if the store could not even be opened."""
-        text = str(error)
         if self._scheme in ("file", "memory") and self._read_only:
             return "give the rendezvous of a run, on a machine that can read it"
         if isinstance(error, PermissionError) and self._scheme == "file":
@@ -110,13 +106,13 @@ class Failures:
             return "the folder must be writable and have space; correct it, or choose another rendezvous"
         if error is not None and lacks_bucket(error):
             return "make the bucket, or correct rendezvous"
-        if self._gone_after is not None:
+        if self._is_hosted:
             return KEEPER_GONE
         if self._scheme in ("http", "https") and (error is None or self.is_transient(error)):
             return "is `hf-diloco rendezvous` running there, and does its firewall let this machine in?"
         if remedy := _remedy_of(error):
             return remedy
-        if "builder error" in text:
+        if "builder error" in str(error):
             return f"set {ENVIRONMENT_PREFIX[self._scheme]}_ALLOW_HTTP=true for an endpoint without TLS, or use https"
         if error is None or _is_denied(error):
             return (

@@ -102,22 +102,19 @@ class Folder:
 
     def find(self, prefix: str = "") -> list[Entry]:
         """Lists all files below a folder, except unfinished ones."""
-        return [entry for entry in self._walk(prefix) if UNFINISHED not in entry.path]
+        return [entry for entry, is_file in self._walk(prefix) if is_file and UNFINISHED not in entry.path]
 
     def unfinished(self, after: str = "") -> list[Entry]:
         """Lists unfinished files, and empty folders as paths with a trailing slash; see `ObjectStore`."""
-        empty: list[Entry] = []
-        return [entry for entry in self._walk("", empty, after=after) if UNFINISHED in entry.path] + empty
+        found = self._walk("", after)
+        return [one for one, is_file in found if (is_file and UNFINISHED in one.path) or one.path.endswith("/")]
 
     def links(self) -> list[str]:
         """Lists paths that are neither files nor folders, and folders too deep to search."""
-        odd: list[str] = []
-        list(self._walk("", odd=odd))
-        return odd
+        return [one.path for one, is_file in self._walk("") if not is_file and not one.path.endswith("/")]
 
-    def _walk(
-        self, prefix: str, empty: list[Entry] | None = None, odd: list[str] | None = None, after: str = ""
-    ) -> Iterator[Entry]:
+    def _walk(self, prefix: str, after: str = "") -> Iterator[tuple[Entry, bool]]:
+        """Yields what lies below a folder, and whether it is a file; empty folders have a trailing slash."""
         beside, _, first = after.rpartition("/")
         try:
             folder = self._enter(prefix)
@@ -132,13 +129,11 @@ class Folder:
                 except FileNotFoundError:  # deleted meanwhile
                     continue
                 if stat.S_ISDIR(found.st_mode) and len(path) <= MAX_SERVED_PATH:
-                    yield from self._walk(path, empty, odd, after)
-                elif stat.S_ISREG(found.st_mode):
-                    yield Entry(path, found.st_size, _time(found))
-                elif odd is not None:
-                    odd.append(path)
-            if not names and prefix and empty is not None:
-                empty.append(Entry(f"{prefix}/", 0, _time(os.fstat(folder))))
+                    yield from self._walk(path, after)
+                else:
+                    yield Entry(path, found.st_size, _time(found)), stat.S_ISREG(found.st_mode)
+            if not names and prefix:
+                yield Entry(f"{prefix}/", 0, _time(os.fstat(folder))), False
         finally:
             os.close(folder)
 

@@ -73,7 +73,7 @@ class ObjectStore:
         self.timeout = timeout
         self._scheme = self.url.partition(":")[0]
         self.listings = ListingCache()
-        self._failures = Failures(self.url, timeout, read_only, gone_after)
+        self._failures = Failures(self.url, timeout, read_only, gone_after is not None)
         self._patience = 0.6 * timeout
         self._patience_if_refused = self._patience if gone_after is None else gone_after
         try:
@@ -229,8 +229,9 @@ class ObjectStore:
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Returns path and size (bytes) of all objects below `prefix`, a whole number of path segments, in order.
         Leaves out objects that this class could not have written (with other characters in their names)."""
-        if (listing := self.listings.current) and listing.covers(prefix.rstrip("/")):
-            return listing.below(prefix.rstrip("/"))
+        prefix = prefix.rstrip("/")
+        if (listing := self.listings.current) and listing.covers(prefix):
+            return listing.below(prefix)
         return [(entry.path, entry.size) for entry in self.entries(prefix)]
 
     def entries(self, prefix: str = "") -> Sequence[Entry]:

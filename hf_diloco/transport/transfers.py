@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -178,38 +179,35 @@ def reason(error: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", line).split(". This is typically")[0].rstrip(".")
 
 
+@dataclass(frozen=True)
 class LossNotes:
     """One island's notes in the store about a lost peer, one note per lane.
 
     An island that loses another one writes its number down, and only then closes its own connections. So an island
     that finds a connection closed can tell whether its peer was lost first or merely followed.
 
-    Args:
+    Attributes:
         name: the lane's name.
-        island: this island's number.
         patience: seconds that an island which timed out waits for another's note. All time out at about the same
             moment: as far apart as they began.
         keeper: the island that hosts the store; None: none of them does.
     """
 
-    def __init__(
-        self, store: ValueStore, name: str, island: int, patience: float = NOTE_SECONDS, keeper: int | None = 0
-    ) -> None:
-        self._store = store
-        self._name = name
-        self._island = island
-        self._patience = patience
-        self._keeper = keeper
+    store: ValueStore
+    name: str
+    island: int
+    patience: float = NOTE_SECONDS
+    keeper: int | None = 0
 
     def find_first(self, peer: int, timed_out: bool) -> int:
         """Notes that `peer` is gone or late, and returns the island that was lost first.
 
         If this end timed out, no connection was closed: `peer` may be about to time out as well and leave its note.
         """
-        patience = self._patience if timed_out else 0.0
-        suspect, asked = peer, {self._island}
+        patience = self.patience if timed_out else 0.0
+        suspect, asked = peer, {self.island}
         try:
-            call_within(NOTE_SECONDS, lambda: self._store.set(self._key(self._island), str(peer)))
+            call_within(NOTE_SECONDS, lambda: self.store.set(self._key(self.island), str(peer)))
             while suspect not in asked:
                 asked.add(suspect)
                 note = call_within(patience + NOTE_SECONDS, partial(self._read, suspect, patience))
@@ -217,14 +215,14 @@ class LossNotes:
                     return suspect
                 suspect = note
         except (StoreError, ValueError):  # the store is gone, or an outsider writes there
-            return peer if self._keeper is None else self._keeper
+            return peer if self.keeper is None else self.keeper
         except TimeoutError:  # the store is slow, or its host hangs, which breaks no connection
-            return self._keeper if timed_out and self._keeper is not None else peer
+            return self.keeper if timed_out and self.keeper is not None else peer
         return peer  # islands that blame each other: their link is broken
 
     def _read(self, island: int, patience: float) -> int | None:
-        note = self._store.wait([self._key(island)], patience).get(self._key(island))
+        note = self.store.wait([self._key(island)], patience).get(self._key(island))
         return None if note is None else int(note)
 
     def _key(self, island: int) -> str:
-        return f"lost/{self._name}/{island}"
+        return f"lost/{self.name}/{island}"
