@@ -223,8 +223,8 @@ def two_means(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the two numbers that best represent a row of magnitudes (n, 2), and the count of the second one (n, 1).
 
-    If c magnitudes have the sum S, and the k smallest the sum S_k, the squared error is smallest where S_k^2 / k + (S
-    - S_k)^2 / (c - k) is largest; the numbers are the means of the others and of the k smallest.
+    If c magnitudes have the sum S, and the k smallest the sum S_k, the squared error is smallest where
+    S_k^2 / k + (S - S_k)^2 / (c - k) is largest; the numbers are the means of the others and of the k smallest.
 
     Args:
         magnitudes: (n, 64), smallest first. A row that holds inf or NaN ends with it, and has NaN as its means.

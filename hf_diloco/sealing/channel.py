@@ -51,12 +51,8 @@ from hf_diloco.utils.text import name_all
 
 @dataclass(frozen=True)
 class Parties:
-    """Maps the ends of a lane, which are numbered from 0, to islands.
-
-    Attributes:
-        islands: the island of each end, by the end's number; empty: the numbers are the islands'.
-        unit: what the run calls a participant.
-    """
+    """Maps the ends of a lane, which are numbered from 0, to islands; without `islands` the numbers are the islands'.
+    `unit` is what the run calls a participant."""
 
     islands: tuple[int, ...] = ()
     unit: str = "island"
@@ -200,9 +196,8 @@ class Agreement:
     def finish(self, confirmation: bytes) -> Channel:
         """Returns the connection's channel, if the other end's second message proves that it has the same keys.
 
-        Raises:
-            ForgedError: it does not.
-            UnknownIdentityError: it does, but the other end is not the island that this connection leads to.
+        Raises `ForgedError` if it does not, and `UnknownIdentityError` if it does, but is not the island that this
+        connection leads to.
         """
         code, signature = confirmation[:MESSAGE_BYTES], confirmation[MESSAGE_BYTES:]
         if not hmac.compare_digest(code, _confirmation(self._theirs, self._transcript, signature)):

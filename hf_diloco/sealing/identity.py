@@ -86,14 +86,11 @@ class Signer(Secret):
         return self.public + self._private.sign(_text(purpose, self.number, said))
 
     def check(self, island: int, signature: bytes, purpose: str, *said: bytes, last_round: int | None = None) -> None:
-        """Checks that an island signed a statement; see `sign`.
+        """Checks that an island signed a statement, see `sign`; raises `UnknownIdentityError`, which says why, if it
+        did not.
 
-        Args:
-            last_round: the round of the run's history that the statement belongs to; None: the present. A key that was
-                replaced is valid up to its last round.
-
-        Raises:
-            UnknownIdentityError: the island did not sign it; says why.
+        `last_round` is the round of the run's history that the statement belongs to; None: the present. A key that was
+        replaced is valid up to its last round.
         """
         public, proof = signature[:PUBLIC_BYTES], signature[PUBLIC_BYTES:]
         listed = self.roster.find(island, public)

@@ -35,13 +35,8 @@ class Secret:
 
 @dataclass(frozen=True, repr=False)
 class LinkKey(Secret):
-    """What the ends of a connection authenticate each other with.
-
-    Attributes:
-        secret: the same at both ends, as is `encrypt`.
-        encrypt: whether messages are encrypted, or only authenticated.
-        signer: this island's identity, if the run has identities: each end then proves its own as well.
-    """
+    """What the ends of a connection authenticate each other with: a secret, and a mode (with or without encryption),
+    which are the same at both ends. If the run has identities, each end proves its own as well."""
 
     secret: bytes
     encrypt: bool = True

@@ -194,10 +194,8 @@ class Server(Cloud):
     def poll(self, poll: PollRequest) -> PollResponse:
         """Sends a long poll; see `store.long_poll`.
 
-        Raises:
-            ConnectionRefusedError: nobody listens there.
-            OSError: no answer, or a refusal.
-            RendezvousError: the server does not know such requests and has never answered one.
+        Raises `ConnectionRefusedError` if nobody listens there, another `OSError` without an answer, and
+        `RendezvousError` if the server does not know such requests and has never answered one.
         """
         limits = urllib3.Timeout(connect=min(self._timeout, 5.0), read=self._timeout + poll.seconds)
         try:

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.sealing.identity import Roster, Signer
@@ -51,13 +46,9 @@ class KeySettings(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Credentials(Secret):
-    """The secrets with which an island authenticates and encrypts.
+    """The secrets with which an island authenticates and encrypts: the run's key (empty for none), and its identity.
 
-    Attributes:
-        key: the run's; empty for none.
-        signer: the island's identity; None if islands of this run have none.
-        encrypt: whether direct traffic between islands is encrypted.
-        encrypts_store: whether records and objects in an object store are encrypted.
+    `encrypt` is for direct traffic between islands, `encrypts_store` for records and objects in an object store.
     """
 
     key: bytes = b""

@@ -85,10 +85,8 @@ class Folder:
     def read(self, path: str, limit: int) -> bytes:
         """Reads a whole file.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            NoFileError: it is not a regular file.
-            OverflowError: it has more than `limit` bytes; the only argument is its size.
+        Raises `FileNotFoundError`, `NoFileError` if it is no regular file, and `OverflowError`, whose only argument is
+        its size, if it has more than `limit` bytes.
         """
         with self.opened(path) as file:
             if file.size > limit:

@@ -98,10 +98,8 @@ MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.01, 0.5
 class Listing:
     """All objects below some prefixes, and at some single paths, at one moment.
 
-    Attributes:
-        objects: their data by path; None if not sent, because it is too large or unreadable.
-        tags: identify versions of objects.
-        created: data at the paths that were to be created; None if not sent.
+    `tags` identify versions of `objects`; `created` has the data at paths that were to be created. Data is None if not
+    sent, because it is too large or unreadable.
     """
 
     prefixes: tuple[str, ...]
@@ -148,8 +146,7 @@ def look(
 
     Args:
         store: one that `tells_changes`.
-        before: the previous listing; None: do not wait.
-        seconds: the longest wait for a change.
+        before: the previous listing; None: do not wait, otherwise at most `seconds`.
         create: objects to create first, unless they exist.
         awaited: an object below one of the prefixes for which other news wait.
     """

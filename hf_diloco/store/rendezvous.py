@@ -176,15 +176,11 @@ def find_store(config: Place, notes: WaitNotes) -> None:
 
 
 class StoreHost:
-    """Serves a folder to the other islands until it is closed.
+    """Serves a folder to the other islands until it is closed; a host that restarts with it resumes from its objects.
+    Without a folder they are in memory, and lost when this host ends.
 
-    Args:
-        folder: holds the store's objects; a host that restarts with it resumes from them. Default: in memory, lost
-            when this host ends.
-
-    Raises:
-        RendezvousError: the port is in use, HOST is not this machine, the folder cannot be written or is served by
-            another process, or traffic would cross a public network.
+    Raises `RendezvousError` if the port is in use, HOST is not this machine, the folder cannot be written or is served
+    by another process, or traffic would cross a public network.
     """
 
     def __init__(self, config: Place, folder: Path | None = None, unit: str = "island") -> None:

@@ -58,15 +58,12 @@ class _Refused(Exception):
 class StoreServer:
     """Handles the requests of all islands to one folder.
 
-    Args:
-        folder: holds the objects; created if its parent exists. `uploads` in it holds incomplete objects, and `lock`
-            keeps other processes from serving it until the application ends. Default: objects are in memory, small,
-            and lost with this server. It then uses no threads: Python starts none while a process exits, when peers
-            still have goodbyes to send.
+    The folder holds the objects; it is created if its parent exists. `uploads` in it holds incomplete objects, and
+    `lock` keeps other processes from serving it until the application ends. Without a folder objects are in memory,
+    small, and lost with this server. It then uses no threads: Python starts none while a process exits, when peers
+    still have goodbyes to send.
 
-    Raises:
-        OSError: the folder cannot be created or written.
-        RendezvousError: another process serves it.
+    Raises `OSError` if the folder cannot be written, and `RendezvousError` if another process serves it.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -163,10 +163,9 @@ class Seal(Secret):
         """Authenticates the record at `path` and returns its body; `is_of_now`: only if its writer may take part now
         (`round_of_history`).
 
-        Raises:
-            ForgedError: the record was altered, cut short, moved from another path, written in another run or with
-                another key, or is no record at all.
-            UnknownIdentityError: its writer holds the run's key, but may not write this record.
+        Raises `ForgedError` if it was altered, cut short, moved from another path, written in another run or with
+        another key, or is no record at all; `UnknownIdentityError` if its writer holds the run's key, but may not
+        write it.
         """
         if len(data) > MAX_RECORD_BYTES:
             raise ForgedError(f"the record {path} has {len(data)} bytes, more than the {MAX_RECORD_BYTES} allowed")

@@ -57,12 +57,10 @@ class _Unfit(Record):
 
 
 class Rendezvous(NamedTuple):
-    """What one rank got from the rendezvous.
+    """What one rank got from the rendezvous: the key seals connections between participants (None without the run's
+    key), and this rank listens at the address for others.
 
-    Attributes:
-        key: seals connections between participants; None without the run's key.
-        address: the local address that reaches the store; this rank listens there for others.
-        end: stops the store if this process hosts it; otherwise it runs until `store` is garbage-collected.
+    `end` stops the store if this process hosts it; otherwise it runs until `store` is garbage-collected.
     """
 
     store: ValueStore

@@ -162,13 +162,11 @@ class Exchange(ABC):
     ) -> Traffic:
         """Replaces `values` (fp32, host, 1-D, equal length everywhere) by the weighted mean over the islands.
 
-        Args:
-            weights: one non-negative weight per island, equal on all; an island of weight 0 takes part in the
-                transfer, but its values are never used, not even if they are NaN.
+        There is one non-negative weight per island, equal on all. An island of weight 0 takes part in the transfer,
+        but its values are never used, not even if they are NaN.
 
-        Raises:
-            IslandLostError: an island did not send or receive in time.
-            ExchangeError: the transfer failed otherwise.
+        Raises `IslandLostError` if an island did not send or receive in time, `ExchangeError` if the transfer failed
+        otherwise.
         """
 
     @abstractmethod
@@ -204,13 +202,8 @@ class Exchange(ABC):
 
 
 class AverageStats:
-    """Statistics of an average, computed block by block while the blocks are in cache: sums for the cosine.
-
-    Attributes:
-        dot: of this rank's own values and the average.
-        square: of the average.
-        digest: of the whole island's average.
-    """
+    """Statistics of an average, computed block by block while the blocks are in cache: sums for the cosine (`dot`: of
+    this rank's own values and the average; `square`: of the average), and the digest of the whole island's average."""
 
     def __init__(self) -> None:
         self.dot = 0.0
@@ -262,15 +255,13 @@ def cut_into_pieces(size: int, num_islands: int, codec: Codec) -> list[slice]:
 
 
 def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep: int) -> torch.Tensor:
-    """Returns the mean of fp32 `parts`, summed in the order given, in one of the parts.
+    """Returns the mean of fp32 `parts` of equal length, summed in the order given, in one of the parts.
 
     Each operation is a plain multiplication or addition: fused multiply-adds would round differently in the vector
     body and the scalar tail of a kernel, and from one processor type to the next, and islands would drift apart.
 
-    Args:
-        parts: one per island, of equal length; all but one are overwritten.
-        weights: one non-negative weight per island, not all 0.
-        keep: the index of the part that stays unchanged, unless it is the only one with a weight.
+    The part at index `keep` stays unchanged (it is returned only if no other has a weight); the others are
+    overwritten. Weights are not negative, and not all 0.
     """
     counted = [island for island, weight in enumerate(weights) if weight > 0]
     if len(counted) == 1:

@@ -61,7 +61,6 @@ class Connections:
 
     Attributes:
         groups: one per connection; empty once this end is closed.
-        parties: which islands are connected.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -137,14 +136,11 @@ class Connections:
         return self._start("recv", tensor, peer, tag, tag % self.num_connections)
 
     def wait(self, transfers: Transfers, deadline: Deadline, meanwhile: Callable[[], None] | None = None) -> Traffic:
-        """Blocks until all transfers are done; returns their traffic.
+        """Blocks until all transfers are done; returns their traffic. After the deadline their connections cannot be
+        used.
 
-        Args:
-            deadline: after it the connections concerned can no longer be used.
-            meanwhile: called every `PROBE_SECONDS`; after an exception from it only `close` may be called.
-
-        Raises:
-            IslandLostError: a peer's connection broke, or it did not send or receive in time.
+        Calls `meanwhile` every `PROBE_SECONDS`; after an exception from it only `close` may be called. Raises
+        `IslandLostError` if a peer's connection broke, or it did not send or receive in time.
         """
         works, transfers.works = transfers.works, []
         if works:

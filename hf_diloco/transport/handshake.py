@@ -83,10 +83,8 @@ class Line:
     async def receive(self) -> bytes:
         """Returns the next message.
 
-        Raises:
-            ForgedError: the other end did not seal it.
-            ValueError: it is too long.
-            OSError, EOFError: the other end is gone.
+        Raises `ForgedError` if the other end did not seal it, `ValueError` if it is too long, `OSError` or `EOFError`
+        if the other end is gone.
         """
         length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
         if length > self._max_bytes:

@@ -64,14 +64,8 @@ _LINGER_SECONDS = 10.0
 class Meeting:
     """The meeting of two or more ends, at one of them. Gloo connects within the `with` block.
 
-    Attributes:
-        channels: the channel of each connection; empty without a key.
-        addresses: a store through which Gloo tells its addresses to the other ends only.
-
-    Raises:
-        IslandLostError: an end did not come; its number is named.
-        ForgedError: someone who answered for an end does not hold the key; its island is named.
-        RendezvousError: an end has another version, or authenticates differently.
+    `channels` has the channel of each connection (empty without a key); through the store `addresses` Gloo tells its
+    addresses to the other ends only. Raises as `Connections`.
     """
 
     def __init__(self, lane: Lane, deadline: Deadline) -> None:

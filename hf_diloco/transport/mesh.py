@@ -50,16 +50,12 @@ of a chunk takes longer than its transfer."""
 
 
 class MeshExchange(Exchange):
-    """The owners of one lane, connected by sockets on `address`.
+    """The owners of one lane, connected by sockets on `address`. Raises as `Connections`.
 
     Args:
         notes: where islands note whom they lost; default: notes of this lane.
         watch: begins a wait for the others, and returns a function to call now and then until it is over; default:
             waits are not reported.
-
-    Raises:
-        IslandLostError: the others did not connect in time.
-        ForgedError: a peer does not hold the key.
     """
 
     def __init__(self, lane: Lane, notes: LossNotes | None = None, watch: Watch | None = None) -> None:

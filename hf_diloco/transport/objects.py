@@ -42,12 +42,10 @@ class ObjectInfo(BaseModel):
 
     Attributes:
         format: version of the wire format (docs/codecs.md).
-        path: relative to the store's root.
         codec: name of the number format.
         start: canonical index of the first value; a block of the codec begins there.
         length: values.
         num_bytes: size of the object.
-        block_values: values per block, except the last.
         digests: SHA-256 of each block's bytes as stored, in hexadecimal.
         is_sealed: each block is encrypted, and so a little longer; see `sealing.stored`.
     """
@@ -204,16 +202,10 @@ class BlockReader:
     """Reads several participants' blocks ahead, in the order of their values, on a few threads.
 
     The caller waits only for the blocks that hold the next value, one per participant. One buffer for each participant
-    and one per thread keep all threads busy, and ensure that these blocks have buffers.
+    and one per thread keep all threads busy, and ensure that these blocks have buffers, each of `buffer_bytes`.
 
-    Args:
-        covers: for each participant the result of `find_cover` for the same range; empty to read nothing from it.
-        num_threads: range reads at a time.
-        seal: opens encrypted blocks; None without a key.
-
-    Attributes:
-        bytes_received: total size of the blocks returned so far.
-        buffer_bytes: size of one buffer, enough for any block that is needed.
+    `covers` has for each participant the result of `find_cover` for the same range, empty to read nothing from it;
+    `seal` opens encrypted blocks. `bytes_received` is the total size of the blocks returned so far.
     """
 
     def __init__(

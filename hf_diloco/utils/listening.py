@@ -116,13 +116,8 @@ class Door:
 
 
 class GlooListener:
-    """A Gloo device on one local address, which answers some hosts (numeric) until the end of the `with` block, and
-    then nobody.
-
-    Attributes:
-        device: for the options of a process group.
-        door: of the device's socket; None if it was not found.
-    """
+    """A Gloo device on one local address, for a process group's options. Until the end of the `with` block it answers
+    some hosts (numeric), then nobody. `door` is None if the device's socket was not found."""
 
     def __init__(self, address: str, hosts: Collection[str]) -> None:
         from torch.distributed import ProcessGroupGloo  # a store's server needs no torch

@@ -15,12 +15,8 @@ _TEXT = re.compile(r"ed25519:([A-Za-z0-9_-]{43})(?: until (\d{1,12}))?")
 
 @dataclass(frozen=True)
 class ListedKey:
-    """An entry of a run's list of identities.
-
-    Attributes:
-        public: the Ed25519 public key, 32 bytes.
-        last_round: records of later rounds are refused, and so are connections; None: the key is in use.
-    """
+    """An entry of a run's list of identities: an Ed25519 public key, 32 bytes. If it has a `last_round`, records of
+    later rounds are refused, and so are connections."""
 
     public: bytes
     last_round: int | None = None
