@@ -202,8 +202,7 @@ class TopKCodec(BlockCodec):
         code[:, 4:].unflatten(1, (-1, 7)).copy_(words.view(torch.uint8)[:, :, :7])
 
     def _largest(self, values: torch.Tensor, from_end: torch.Tensor) -> torch.Tensor:
-        """Returns the indices (n, 64) of the largest magnitudes of each row, smallest first, by keys as in
-        `_select`."""
+        """Returns the indices (n, 64) of each row's largest magnitudes, smallest first, by keys as in `_select`."""
         keys = self._scratch("keys", values, torch.int32, self.block_values)
         torch.bitwise_and(values.view(torch.int32), int(KEY_BITS), out=keys).bitwise_or_(from_end)
         return keys.topk(KEPT, dim=1).values.flip(1).bitwise_not_().bitwise_and_(INDEX_MASK).long()

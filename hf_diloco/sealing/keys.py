@@ -15,8 +15,7 @@ KEY_BYTES = 32
 
 
 def derive(key: bytes, purpose: str, run: str) -> bytes:
-    """Derives a key for one purpose in one run: HKDF-SHA256 (RFC 5869). It reveals nothing about `key` or other
-    keys."""
+    """Derives a key for one purpose in one run: HKDF-SHA256 (RFC 5869). It reveals nothing about other keys."""
     info = pack(b"hf-diloco key 1", purpose.encode(), run.encode())
     return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(key)
 

@@ -237,8 +237,7 @@ def lacks_bucket(error: Exception) -> bool:
 
 
 def open_backend(url: str, timeout: float, read_only: bool, max_retries: int = 1000) -> Backend:
-    """Opens the backend of a checked URL; see `ObjectStore`. A cloud's client itself retries within half of the
-    timeout."""
+    """Opens the backend of a checked URL; see `ObjectStore`. A cloud's client retries within half of the timeout."""
     scheme, _, rest = url.partition("://")
     if scheme == "memory":
         with _memory_lock:

@@ -94,8 +94,7 @@ class Changes:
     async def _send(
         self, request: web.Request, created: dict[str, bytes | None], objects: Found, known: dict[str, str]
     ) -> web.Response:
-        """Sends an answer. Leaves out data that exceed the limit of all answers in flight; islands request them
-        separately."""
+        """Sends an answer without the data that exceed the limit of all in flight; islands request them separately."""
         left = MAX_TOLD_BYTES - self._bytes_told
 
         def within(data: bytes | None) -> bytes | None:

@@ -67,8 +67,7 @@ class Credentials(Secret):
         return LinkKey(derive(self.key, "connections", run_id), self.encrypt, self.signer)
 
     def facts(self, is_direct: bool) -> dict[str, str]:
-        """Returns the security settings that all islands must share; empty without a key. `is_direct`: values go from
-        island to island."""
+        """Returns the security settings that all islands must share; `is_direct`: values go from island to island."""
         found = {}
         if self.key and is_direct:
             found["links"] = "encrypted" if self.encrypt else "authenticated"

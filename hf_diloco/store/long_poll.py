@@ -203,8 +203,7 @@ class Watch:
     _pause: float = field(default=0.0, init=False)
 
     def ask(self, *reads: Callable[[], Any]) -> list[Any]:
-        """Returns the answers. From the second call on it waits first: at most half a second, less if there is
-        news."""
+        """Returns the answers. From the second call on first waits for news, at most half a second."""
         if not self.store.tells_changes:
             self._rest()
             return [read() for read in reads] if self.store.is_near else ask_together(*reads)

@@ -143,8 +143,8 @@ class ObjectStore:
         return TooLargeError(f"{self.url}: {path} has {size} bytes, more than the {limit} that it may have")
 
     def get_tagged(self, path: str, limit: int) -> tuple[str, bytes | None] | None:
-        """Returns an object's tag, for `replace`, and its bytes if there are no more than `limit`; None if absent.
-        Folders have no tags."""
+        """Returns an object's tag, for `replace`, and its bytes up to `limit`; None if absent. Folders have no
+        tags."""
         _check_path(path)
         assert isinstance(self._backend, Cloud)
         try:
@@ -209,8 +209,7 @@ class ObjectStore:
             raise self._too_large(path, size, limit) from None
 
     def get_range(self, path: str, start: int, end: int) -> memoryview:
-        """Returns the bytes [start, end) of an object, at least one; raises `TruncatedError` if it is absent, or ends
-        before."""
+        """Returns the bytes [start, end) of an object; raises `TruncatedError` if it is absent, or ends before."""
         _check_path(path)
         try:
             found = memoryview(self._retry("read", path, self._backend.read_range, path, start, end))
@@ -269,8 +268,7 @@ class ObjectStore:
         return self._retry("list", "", self._backend.links)
 
     def move(self, path: str, target: str) -> None:
-        """Gives an object another path; a link is moved, not followed. Raises `TruncatedError` if there is no such
-        object."""
+        """Gives an object another path; a link is not followed. Raises `TruncatedError` if there is no such object."""
         _check_path(target)
         self.listings.current = None
         try:

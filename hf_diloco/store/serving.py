@@ -47,8 +47,7 @@ _MOMENT = 0.01
 
 
 class Serving:
-    """Serves one application, not yet started, on a listening socket, in the running event loop; `end` closes the
-    socket."""
+    """Serves one application, not yet started, in the running event loop, on a listening socket that `end` closes."""
 
     def __init__(self, app: web.Application, listener: socket.socket) -> None:
         self._strangers: dict[asyncio.Protocol, asyncio.TimerHandle] = {}  # by time of arrival

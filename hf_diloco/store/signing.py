@@ -93,8 +93,7 @@ def _owner_of(path: str) -> int | None:
 
 
 def round_of_history(path: str) -> int | None:
-    """Returns the round of a record that outlives its writer's membership; 0 if it belongs to no round, None for a
-    record of the present."""
+    """Returns the round of a record that outlives its writer's membership, 0 without one; None if of the present."""
     match = _HISTORY.match(path)
     return int(match[1]) if match else 0 if _STANDING.match(path) else None
 

@@ -69,8 +69,7 @@ class ValueStore:
     def wait(
         self, keys: Sequence[str], seconds: float, should_give_up: Callable[[], bool] = lambda: False
     ) -> dict[str, bytes]:
-        """Waits until all keys have values, the time is over, or `should_give_up` says so; returns what `find_all`
-        does."""
+        """Waits until all keys have values, the time is over, or `should_give_up()`; returns what `find_all` does."""
         begun = REAL.now()
         watch = Watch(self.log.store, (), REAL, paths=[self._path(key) for key in keys])
         while True:
@@ -102,8 +101,7 @@ class ValueStore:
         return _count(self._change(key, lambda found: b"%d %s" % (_count(found) + amount, own)))
 
     def remove(self, key: str) -> None:
-        """Records that the value was removed, so that `create` and `add` do not mistake this for an outsider's
-        deletion."""
+        """Records the removal, so that `create` and `add` do not mistake it for an outsider's deletion."""
         self.log.put(self._path(key), BytesRecord(value=None))
 
     def _change(self, key: str, change: Callable[[bytes | None], bytes]) -> bytes:

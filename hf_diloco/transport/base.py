@@ -189,8 +189,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def messages(self) -> dict[int, bytes]:
-        """Returns the peers' messages that belong to the latest `send_message` and have arrived undamaged. Does not
-        block."""
+        """Returns the peers' messages of the latest `send_message` that have arrived undamaged. Does not block."""
 
     def find_broken(self) -> list[int]:
         """Returns the islands whose connection is known to have broken since the last exchange; does not block."""

@@ -75,8 +75,8 @@ class BucketExchange:
         return self.start + self.length
 
     def publish(self, values: torch.Tensor, path: str, codec: Codec) -> tuple[ObjectInfo, Traffic]:
-        """Writes `values` (fp32, host, contiguous, `length` values; unchanged) as the object `path`; an empty range is
-        not written."""
+        """Writes `values` (fp32, host, contiguous, `length`; unchanged) as the object `path`, unless there are
+        none."""
         self._check(values, codec)
         num_bytes = codec.num_bytes(self.length)
         code = values.view(torch.uint8) if codec.is_exact else torch.empty(num_bytes, dtype=torch.uint8)

@@ -78,7 +78,12 @@ class Connections:
             except (IslandLostError, StoreError, RuntimeError, TimeoutError) as error:
                 raise _not_connected(error, lane, deadline) from None
             except OSError as error:  # a local error of this end; `__cause__` keeps it
-                raise _not_listening(error, lane) from error.with_traceback(None)
+                raise IslandLostError(
+                    f"{lane.parties.name(lane.island)} cannot listen on {lane.address} for the others "
+                    f"({reason(error)}): check bind_address, whether the interface with this address is up, and how "
+                    "many files the process may open",
+                    [lane.island],
+                ) from error.with_traceback(None)
             self._sealer = Sealer(meeting.channels) if lane.key else None
         self._waiter = Waiter("hf-diloco-transfers")
         self._results: SimpleQueue[Failure | None] = SimpleQueue()
@@ -218,8 +223,7 @@ class Connections:
             raise self.lost(*failure)
 
     def _is_broken(self, peer: int, connection: int) -> bool:
-        """Whether a connection is broken: Gloo then refuses a receive. On an intact one the probing receive just stays
-        pending."""
+        """Whether a connection is broken: Gloo then refuses a receive; else the probing receive stays pending."""
         try:
             self._probe(peer, connection)
         except IslandLostError:
@@ -262,7 +266,7 @@ class Sealer:
         return [sealed]
 
     def expect(self, part: torch.Tensor, end: End, tag: int, transfers: Transfers) -> list[torch.Tensor]:
-        """Returns the tensors to receive, in this order. `part` is complete once the transfers were waited for and
+        """Returns the tensors to receive, in this order. `part` is complete once the transfers are done and
         checked."""
         channel, place = self.channels[end], (tag, transfers.number("recv", end.peer, tag))
         if not channel.encrypts:
@@ -331,12 +335,4 @@ def _not_connected(error: Exception, lane: Lane, deadline: Deadline) -> IslandLo
         "check that firewalls let their machines reach each other on all ports, and bind_address. "
         f"{reason(error)}",
         error.islands if isinstance(error, IslandLostError) else (),
-    )
-
-
-def _not_listening(error: OSError, lane: Lane) -> IslandLostError:
-    return IslandLostError(
-        f"{lane.parties.name(lane.island)} cannot listen on {lane.address} for the others ({reason(error)}): check "
-        "bind_address, whether the interface with this address is up, and how many files the process may open",
-        [lane.island],
     )

@@ -68,8 +68,7 @@ class Line:
         self.host = str(writer.get_extra_info("peername")[0])
 
     def trust(self, channel: Channel | None) -> None:
-        """Accepts longer messages, because the other end has authenticated; seals all messages if there is a
-        channel."""
+        """Accepts longer messages, because the other end has authenticated; seals them if there is a channel."""
         self._channel = channel
         self._max_bytes = MAX_BYTES
 

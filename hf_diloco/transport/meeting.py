@@ -163,8 +163,7 @@ class Meeting:
     # In the meeting's own thread
 
     def _serve(self, listener: socket.socket, is_up: threading.Event) -> None:
-        """Runs the event loop; releases the threads that wait for it even if it cannot start, for lack of file
-        descriptors."""
+        """Runs the event loop; releases the threads that wait for it even if it cannot start (no file descriptors)."""
         serving = self._run(listener, is_up)
         try:
             asyncio.run(serving)

@@ -108,7 +108,9 @@ class MemoryExchange(Exchange):
                 observe(values, values)
             return Traffic()
         size = values.numel()
-        codes = self._lane.swap(self.island, _encode(values, codec))
+        code = torch.empty(codec.num_bytes(size), dtype=torch.uint8)
+        codec.encode(values, code)
+        codes = self._lane.swap(self.island, code)
         mean = weighted_mean([_decode(code, size, codec) for code in codes], weights, keep=self.island)
         if not averaged_by_all(self.num_islands, codec):  # as in the mesh, where the average travels encoded
             codec.round_trip(mean, mean)
@@ -152,12 +154,6 @@ class MemoryExchange(Exchange):
         for island, notify in self._lane.notify.items():
             if island != self.island:
                 notify()
-
-
-def _encode(values: torch.Tensor, codec: Codec) -> torch.Tensor:
-    code = torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8)
-    codec.encode(values, code)
-    return code
 
 
 def _decode(code: torch.Tensor, size: int, codec: Codec) -> torch.Tensor:

@@ -100,8 +100,7 @@ class ObjectInfo(BaseModel):
 
 
 def read_info(record: object) -> ObjectInfo:
-    """Validates the parsed JSON of an `ObjectInfo` that another island wrote; raises `PayloadError` if it is
-    inconsistent."""
+    """Validates the parsed JSON of an `ObjectInfo` that another island wrote; raises `PayloadError` if it is wrong."""
     try:
         return ObjectInfo.model_validate(record)
     except ValidationError as error:
@@ -151,7 +150,7 @@ def find_cover(objects: Sequence[ObjectInfo], start: int, length: int, codec: Co
 
 @dataclass(frozen=True)
 class Block:
-    """Block `number` of a participant's object, of which one reader needs the values from `low` to `high`
+    """Block `number` of a participant's object, of which a reader needs the values from `low` to `high`
     (canonical)."""
 
     participant: int

@@ -29,8 +29,7 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, lane: int) -> Exchange:
-        """Connects the owners of `lane`. Every island's owner must call it; a rank opens its lanes in ascending
-        order."""
+        """Connects the owners of `lane`. Every island's owner must call it; a rank opens its lanes in order."""
 
 
 class MemoryTransport(Transport):

@@ -49,8 +49,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def remaining(self) -> timedelta:
-        """Returns the time left, rounded up to milliseconds: Gloo truncates, and would time out just before the
-        deadline."""
+        """Returns the time left, rounded up to milliseconds: Gloo truncates, and would time out too early."""
         return timedelta(milliseconds=max(1, math.ceil(1000 * (self._end - time.monotonic()))))
 
     @property

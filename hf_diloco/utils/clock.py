@@ -7,8 +7,7 @@ import time
 
 
 class Clock:
-    """This machine's clock; passed to everything that waits for other islands, or measures how long they are
-    silent."""
+    """This machine's clock; passed to whatever waits for other islands, or measures how long they are silent."""
 
     now = staticmethod(time.monotonic)
     """Monotonic time in seconds, from an arbitrary start."""

@@ -90,8 +90,7 @@ def no_such(what: str, name: str, known: Collection[str]) -> ValueError:
 
 
 def identify(name: str) -> str:
-    """Returns what all participants must agree on: the name of a class of the package, or a class and its file's
-    digest."""
+    """Returns what all participants must agree on: the name of our class, or a class and its file's digest."""
     if not is_own(name):
         return name
     path, wanted = _split(name)

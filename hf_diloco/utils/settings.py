@@ -15,8 +15,7 @@ from hf_diloco.utils.text import one_line
 
 
 class Block(BaseModel):
-    """A block of settings: unknown keys are errors, and so are true and false in place of a number, which Python, and
-    so pydantic, accepts as 1 and 0."""
+    """A block of settings: refuses unknown keys, and true and false, which Python takes for 1 and 0, as numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 

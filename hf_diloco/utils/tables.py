@@ -57,8 +57,7 @@ def print_figures(console: Console, *parts: RenderableType) -> None:
 
 
 def within(console: Console, group: Group) -> Group:
-    """Returns the parts as `print_figures` prints them, with their lines already wrapped, so that the height is
-    known."""
+    """Returns the parts as `print_figures` prints them, with lines already wrapped, so that the height is known."""
 
     def broken(part: RenderableType) -> RenderableType:
         if not isinstance(part, Table):

@@ -113,8 +113,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Suggests the known name that a misspelt or shortened one may mean, for the end of a clause; "" if none is
-    similar."""
+    """Suggests the known name that a misspelt or shortened one may mean, for the end of a clause; else ""."""
     candidates = list(known)
     by_small = {one.lower(): one for one in candidates}
     close = [by_small[one] for one in difflib.get_close_matches(name.lower(), by_small, n=1)]

@@ -16,8 +16,7 @@ T = TypeVar("T")
 
 @cache
 def outlive_gloo() -> None:
-    """Delays the exit by 0.2 s: Gloo's threads may still need the interpreter, and would otherwise abort the
-    process."""
+    """Delays the exit by 0.2 s: Gloo's threads may still need the interpreter, and would abort the process."""
     atexit.register(time.sleep, 0.2)
 
 

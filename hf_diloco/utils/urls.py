@@ -56,8 +56,7 @@ def parse_address(host: str) -> Address | None:
 
 
 def check_specific(host: str) -> str:
-    """Returns `host`; raises `ConfigError` if it stands for all interfaces of a machine: nobody can connect to
-    that."""
+    """Returns `host`; raises `ConfigError` if it stands for all interfaces: nobody can connect to that."""
     address = parse_address(host)
     if address is not None and address.is_unspecified:
         raise ConfigError(
@@ -99,8 +98,7 @@ def check_between_processes(url: str) -> None:
 
 
 def check_store_url(url: str) -> str:
-    """Returns the URL without a trailing slash; raises `ConfigError` if it has none of the forms in this module's
-    docstring."""
+    """Returns the URL without a trailing slash; raises `ConfigError` if it has no form of this module's docstring."""
     if url.startswith("file:"):
         path = unquote(url.removeprefix("file://"))
         if not url.startswith("file:///") or not path.strip("/") or re.search(r"[\0?#]", path):
@@ -132,8 +130,7 @@ def _may_be_host(name: str) -> bool:
 
 
 def split_tcp_url(url: str) -> tuple[str, int]:
-    """Splits `tcp://HOST:PORT` into host and port; raises `ConfigError` if it is invalid, or HOST is every
-    interface."""
+    """Splits `tcp://HOST:PORT` into host and port; raises `ConfigError` if invalid, or HOST is every interface."""
     try:
         parts = urlsplit(url)
         port = parts.port
