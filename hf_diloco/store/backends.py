@@ -57,9 +57,6 @@ class Backend(Protocol):
     def find(self, prefix: str = "") -> list[Entry]: ...
     def delete(self, paths: Sequence[str]) -> None: ...
     def move(self, path: str, target: str) -> None: ...
-    def unfinished(self, after: str = "") -> list[Entry]: ...
-    def drop(self, path: str) -> None: ...
-    def links(self) -> list[str]: ...
 
 
 class Cloud:
@@ -135,15 +132,6 @@ class Cloud:
     def move(self, path: str, target: str) -> None:
         obstore.copy(self._client, path, target)
         obstore.delete(self._client, [path])
-
-    def unfinished(self, after: str = "") -> list[Entry]:
-        return []
-
-    def drop(self, path: str) -> None:
-        pass
-
-    def links(self) -> list[str]:
-        return []
 
 
 class Server(Cloud):

@@ -31,7 +31,7 @@ from hf_diloco.store.failures import (
     UnreadableError,
     reason_of,
 )
-from hf_diloco.store.folder import Entry, NoFileError
+from hf_diloco.store.folder import Entry, Folder, NoFileError
 from hf_diloco.store.long_poll import ListingCache, PollRequest, PollResponse
 from hf_diloco.utils.urls import MAX_PATH, check_store_url, is_object_path
 
@@ -256,16 +256,19 @@ class ObjectStore:
 
         `after` is a path such as "rounds/00000100": entries of its folder that sort before it are skipped.
         """
-        return sorted(self._retry("list", "", self._backend.unfinished, after))
+        folder = self._backend
+        return sorted(self._retry("list", "", folder.unfinished, after)) if isinstance(folder, Folder) else []
 
     def drop(self, unfinished: Sequence[Entry]) -> None:
         """Removes entries that `unfinished` returned; no process may still be writing them."""
         for entry in unfinished:
+            assert isinstance(self._backend, Folder)
             self._retry("delete", entry.path, self._backend.drop, entry.path)
 
     def links(self) -> Sequence[str]:
         """Lists entries below a folder that are neither files nor folders; they are listed nowhere else."""
-        return self._retry("list", "", self._backend.links)
+        folder = self._backend
+        return self._retry("list", "", folder.links) if isinstance(folder, Folder) else []
 
     def move(self, path: str, target: str) -> None:
         """Gives an object another path; a link is not followed. Raises `TruncatedError` if there is no such object."""
