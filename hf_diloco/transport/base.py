@@ -253,13 +253,13 @@ def cut_into_pieces(size: int, num_islands: int, codec: Codec) -> list[slice]:
     return [slice(low, high) for low, high in pairwise(bounds)]
 
 
-def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep: int) -> torch.Tensor:
+def weighted_mean(parts: Sequence[torch.Tensor], weights: Sequence[float], keep: int | None) -> torch.Tensor:
     """Returns the mean of fp32 `parts` of equal length, summed in the order given, in one of the parts.
 
     Each operation is a plain multiplication or addition: fused multiply-adds would round differently in the vector
     body and the scalar tail of a kernel, and from one processor type to the next, and islands would drift apart.
 
-    The part at index `keep` stays unchanged (it is returned only if no other has a weight); the others are
+    The part at index `keep`, if any, stays unchanged (it is returned only if no other has a weight); the others are
     overwritten. Weights are not negative, and not all 0.
     """
     counted = [island for island, weight in enumerate(weights) if weight > 0]

@@ -24,9 +24,6 @@ OBJECT_BLOCK_VALUES = 1 << 20
 """Values in a block of an object, the smallest unit that can be read and checked by itself: 4 MiB of fp32, large
 enough to outweigh a request's round trip, and small enough to waste little at the two ends of a range."""
 
-NOBODY = -1
-"""No participant: every part of a mean may be overwritten."""
-
 
 class BucketExchange:
     """One rank's end of the object store.
@@ -223,4 +220,4 @@ class _Mixer:
                 else:
                     codec.round_trip(own_part, part)  # as the others decode them
             parts.append(part)
-        return own_part, weighted_mean(parts, self.weights, keep=NOBODY if self.own is None else self.own)
+        return own_part, weighted_mean(parts, self.weights, keep=self.own)
