@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts
@@ -25,13 +24,13 @@ from hf_diloco.trainer.arguments import (
     path_given,
     tokens_per_step,
 )
+from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from hf_diloco.trainer.progress import Progress, RunFilesCallback, launchers_folder
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.refusals import refuse_unknown_layers, refuse_unreadable_masters
 from hf_diloco.trainer.resuming import resume_across_ranks
-from hf_diloco.trainer.saving import Saving
+from hf_diloco.trainer.saving import noting_failures, replaced
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
-from hf_diloco.trainer.write_failures import replaced
 
 R = TypeVar("R", bound=Record)
 
@@ -59,7 +58,8 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self.stopped = False
         self.moved_at_end = False
         self._stop = StopFlag(path_given(type(self).__name__, "stop_file", stop_file) or launchers_stop_file())
-        self._saving: Saving | None = None
+        self._checkpoints: CheckpointFolder | None = None  # while training
+        self._limit = 0  # of checkpoints
         self._record: R | None = None
         self._replaced = ExitStack()  # restores replaced attributes of the Trainer when training ends
         self._ends_early = False
@@ -121,10 +121,11 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Completes the checkpoint; only then are older ones deleted."""
-        assert self._saving is not None, "on_train_begin has not run"
-        if self._saving.complete(state, lambda checkpoint: self._complete(checkpoint, state)):
-            name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            self._need_record().write("save", state.global_step, path=name)
+        assert self._checkpoints is not None, "on_train_begin has not run"
+        checkpoint = self._checkpoints.path(state.global_step)
+        best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
+        if self._checkpoints.complete(checkpoint, lambda folder: self._complete(folder, state), self._limit, best):
+            self._need_record().write("save", state.global_step, path=checkpoint.name)
 
     @abstractmethod
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
@@ -140,16 +141,21 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None = None,
         begins_anew: bool = False,
     ) -> None:
-        """Starts treating signals as stop requests and managing checkpoints; see `Saving`."""
+        """Starts treating signals as stop requests and managing checkpoints; see `CheckpointFolder`.
+
+        Turns off the Trainer's own deletion: it sorts checkpoints by time, and counts incomplete ones.
+        """
         self.stopped = self.moved_at_end = self._ends_early = False
-        if self._saving:  # left from a training that raised: the Trainer tells callbacks nothing then
+        if self._checkpoints:  # left from a training that raised: the Trainer tells callbacks nothing then
             self._end()
         self._stop.install(ranks, during=Trainer.train)
-        alone = self._check_alone
-        self._saving = Saving(
-            args, ranks, record, find_whole, trainer, find_needed, alone, self._replaced, begins_anew
+        self._checkpoints = CheckpointFolder(
+            folder_of(args), ranks, record, find_whole, find_needed, self._check_alone, args.should_save, begins_anew
         )
+        self._limit = max(args.save_total_limit or 0, 0)  # the Trainer takes 0 and less as none
+        self._replaced.enter_context(replaced(args, "save_total_limit", None))
         if trainer is not None:
+            self._replace(trainer, "_save_checkpoint", self._save)
             self._replace(trainer, "_run_epoch", self._run_epoch)
             self._tell_launcher(args, trainer)
 
@@ -159,6 +165,16 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def _replace(self, trainer: Trainer, name: str, ours: Callable[..., Any]) -> None:
         """Replaces a method by `ours` until training ends; `ours` gets the Trainer, the method and its arguments."""
         self._replaced.enter_context(replaced(trainer, name, partial(ours, trainer, getattr(trainer, name))))
+
+    def _save(self, trainer: Trainer, save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Runs the Trainer's save. A rank that cannot write runs all other steps, so that no rank waits for it."""
+        assert self._checkpoints is not None
+
+        def write(failures: list[str]) -> None:
+            with noting_failures(trainer, failures):
+                save(*args, **kwargs)
+
+        self._checkpoints.begin(self._checkpoints.path(trainer.state.global_step), write)
 
     def _evaluate(self, trainer: Trainer, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs an evaluation during training on `_evaluated_weights`."""
@@ -231,7 +247,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def _end(self) -> None:
         self._replaced.close()
         self._stop.uninstall()
-        self._saving = None
+        self._checkpoints = None
 
     def _need_record(self) -> R:
         assert self._record is not None, "on_train_begin has not run"

@@ -49,7 +49,7 @@ class CheckpointFolder:
         record: str,
         find_whole: Callable[[Path], Collection[Path]],
         find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None,
-        check_alone: Callable[[], object],
+        check_alone: Callable[[], None],
         deletes: bool,
         begins_anew: bool,
     ) -> None:
@@ -62,6 +62,7 @@ class CheckpointFolder:
         self._deletes = deletes
         self._written: set[Path] = set()
         self._num_begun = 0
+        self._failure = ""  # why a rank could not write the present checkpoint's first part
         self._earlier = self._find_earlier() if begins_anew and ranks.is_leader else set()
 
     def _find_earlier(self) -> set[Path]:
@@ -80,22 +81,20 @@ class CheckpointFolder:
         """Returns the path of a step's checkpoint."""
         return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
-    def begin(self, checkpoint: Path, write: Callable[[list[str]], object]) -> str:
+    def begin(self, checkpoint: Path, write: Callable[[list[str]], object]) -> None:
         """Writes the Trainer's or Accelerator's part of a checkpoint, replacing an earlier one of the same step.
 
         Args:
             checkpoint: the folder.
             write: writes the part, and appends this rank's write failures to its argument.
 
-        Returns:
-            Why a rank could not write, the same on all ranks, and nothing is left of the checkpoint; "" if all wrote.
-            Give it to `complete`.
+        If a rank could not write, nothing is left of the checkpoint, and `complete` reports it.
 
         Raises:
             CheckpointError: `write` raised another error on another rank, which the message names.
             DiLoCoError: another process writes to the folder; nothing has been changed there.
         """
-        self._ranks.on_leader(lambda: self._check_alone() and None)
+        self._ranks.on_leader(self._check_alone)
         self._set_aside(checkpoint)
         self._num_begun += 1
         about = f"checkpoint {self._num_begun}"
@@ -110,11 +109,10 @@ class CheckpointFolder:
             if one["error"]:
                 raise _not_whole(checkpoint, rank, one["error"])
         met = [failure for one in said for failure in one["failures"]]
-        if not met:
-            return ""
-        remove(checkpoint)
-        self._ranks.barrier()  # callbacks must not see it any more
-        return f"{checkpoint} cannot be written ({met[0]})"
+        if met:
+            remove(checkpoint)
+            self._ranks.barrier()  # callbacks must not see it any more
+            self._failure = f"{checkpoint} cannot be written ({met[0]})"
 
     def _write(self, write: Callable[[list[str]], object], about: str) -> list[dict[str, Any]]:
         """Writes, and returns what all ranks say of it. If `write` raises, its error is left under `about`."""
@@ -140,14 +138,12 @@ class CheckpointFolder:
         self._ranks.barrier()
 
     def complete(
-        self,
-        checkpoint: Path,
-        write: Callable[[Path], object],
-        limit: int,
-        best: Collection[Path] = (),
-        failure: str = "",
+        self, checkpoint: Path, write: Callable[[Path], object], limit: int, best: Collection[Path] = ()
     ) -> bool:
         """Completes a checkpoint, then deletes old ones; or logs that it could not be written.
+
+        If it could not, an earlier checkpoint of the step is put back only here: callbacks that add files to this one
+        must not find it.
 
         Args:
             checkpoint: the newest checkpoint.
@@ -155,12 +151,11 @@ class CheckpointFolder:
                 `CheckpointError` on all ranks if one rank fails.
             limit: how many complete checkpoints to keep; 0 keeps all.
             best: checkpoints to keep in any case.
-            failure: what `begin` returned. An earlier checkpoint of the step is put back only here: callbacks that
-                add files to this one must not find it.
 
         Returns:
             Whether the checkpoint is complete. If not, the failure has been logged.
         """
+        failure, self._failure = self._failure, ""
         if failure:
             self._abandon(checkpoint, failure)
             return False

@@ -46,8 +46,8 @@ from hf_diloco.trainer.base import RunCallback, warn_if_short
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, CommonSteps, check_gossip
 from hf_diloco.trainer.record import NodeRecord
+from hf_diloco.trainer.saving import replaced
 from hf_diloco.trainer.views import MeanView
-from hf_diloco.trainer.write_failures import replaced
 from hf_diloco.utils.redact import redact
 
 logger = logging.getLogger("hf_diloco")

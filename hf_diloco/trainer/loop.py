@@ -29,9 +29,9 @@ from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from hf_diloco.trainer.progress import LoopProgress, Speed
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.refusals import refuse
+from hf_diloco.trainer.saving import save_accelerator
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.views import HasOuterWeights
-from hf_diloco.trainer.write_failures import save_accelerator
 
 logger = logging.getLogger("hf_diloco")
 
@@ -329,8 +329,8 @@ class OuterLoop(HasOuterWeights):
             raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")
         self._drain("save_checkpoint")
         checkpoint = self._checkpoints.path(self.global_step)
-        failure = self._checkpoints.begin(checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write))
-        is_whole = self._checkpoints.complete(checkpoint, self._write_outer, limit, failure=failure)
+        self._checkpoints.begin(checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write))
+        is_whole = self._checkpoints.complete(checkpoint, self._write_outer, limit)
         self._note_saved(checkpoint if is_whole else None)
         return checkpoint if is_whole else None
 

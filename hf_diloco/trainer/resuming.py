@@ -17,7 +17,7 @@ from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.schedule import step_of
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import examples_per_step
-from hf_diloco.trainer.write_failures import replaced
+from hf_diloco.trainer.saving import replaced
 from hf_diloco.utils.lr_schedule import move_schedule, steps_taken
 
 logger = logging.getLogger("hf_diloco")

@@ -1,93 +1,28 @@
-"""Checkpoints that the Trainer writes: completing them, and handling write failures.
+"""Writes the parts of a checkpoint that are not the outer state, by the Trainer, an Accelerator, or here.
 
-If a checkpoint cannot be written, because the disk is full or fails, logs it and removes the partial checkpoint;
-training continues, and the next save retries.
+Write failures (disk full or failing) are collected instead of raised, so that no rank hangs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator, accelerator as accelerator_module
+from accelerate.utils import DistributedType
 from torch import nn
-from transformers import Trainer, TrainerState, TrainingArguments, trainer as trainer_module
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import Trainer, trainer as trainer_module
 
-from hf_diloco.inner.island import IslandGroup
-from hf_diloco.trainer.arguments import folder_of
-from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
-from hf_diloco.trainer.write_failures import FSDP_STEPS, noting_in, replaced
-from hf_diloco.utils.files import telling
+from hf_diloco.utils.files import is_write_failure, reason_of, telling
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
-
-
-class Saving:
-    """The checkpoints of one training by the Trainer. Collective over the island's ranks.
-
-    Turns off the Trainer's own deletion until training ends: the Trainer sorts checkpoints by time, and counts
-    incomplete ones.
-
-    Args:
-        args: the Trainer's arguments.
-        ranks: the island's ranks.
-        record, find_whole, find_needed, check_alone: see `CheckpointFolder`.
-        trainer: the Trainer whose write failures are handled; None if unknown.
-        replacing: restores the Trainer's attributes when closed.
-        begins_anew: see `CheckpointFolder`.
-    """
-
-    def __init__(
-        self,
-        args: TrainingArguments,
-        ranks: IslandGroup,
-        record: str,
-        find_whole: Callable[[Path], Collection[Path]],
-        trainer: Trainer | None,
-        find_needed: Callable[[Path, Collection[Path]], Collection[Path]] | None,
-        check_alone: Callable[[], object],
-        replacing: ExitStack,
-        begins_anew: bool = False,
-    ) -> None:
-        self._checkpoints = CheckpointFolder(
-            folder_of(args), ranks, record, find_whole, find_needed, check_alone, args.should_save, begins_anew
-        )
-        self._trainer = trainer
-        self._limit = max(args.save_total_limit or 0, 0)  # the Trainer takes 0 and less as none
-        self._failure = ""  # why the Trainer's part of the current checkpoint failed
-        replacing.enter_context(replaced(args, "save_total_limit", None))
-        if trainer is not None:
-            self._save = trainer._save_checkpoint
-            replacing.enter_context(replaced(trainer, "_save_checkpoint", self._try_save))
-
-    def complete(self, state: TrainerState, write: Callable[[Path], object]) -> bool:
-        """Completes the checkpoint of this step after the Trainer has written its part.
-
-        Args:
-            state: the Trainer's state.
-            write: see `CheckpointFolder.complete`.
-
-        Returns:
-            Whether the checkpoint is complete. If not, the failure has been logged.
-        """
-        best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
-        checkpoint, failure = self._checkpoints.path(state.global_step), self._failure
-        self._failure = ""
-        return self._checkpoints.complete(checkpoint, write, self._limit, best, failure)
-
-    def _try_save(self, *args: Any, **kwargs: Any) -> None:
-        """Runs the Trainer's save. A rank that cannot write runs all other steps, so that no rank waits for it."""
-        trainer = self._trainer
-        assert trainer is not None
-
-        def write(failures: list[str]) -> None:
-            with noting_failures(trainer, failures):
-                self._save(*args, **kwargs)
-
-        checkpoint = self._checkpoints.path(trainer.state.global_step)
-        self._failure = self._checkpoints.begin(checkpoint, write)
+_FSDP_STEPS = ("save_fsdp_model", "save_fsdp_optimizer")
+"""Accelerate's functions that write FSDP checkpoints; their callers look them up as attributes of the module."""
 
 
 @contextmanager
@@ -95,9 +30,91 @@ def noting_failures(trainer: Trainer, failures: list[str]) -> Iterator[None]:
     """Appends write failures inside the block to `failures`; the Trainer continues as if writing had worked."""
     steps: list[tuple[Any, str]] = [(trainer, "_save")]
     if trainer.is_fsdp_enabled:
-        steps += [(trainer_module, name) for name in FSDP_STEPS]
-    with noting_in(steps, [trainer.model_wrapped] if trainer.is_deepspeed_enabled else [], failures):
+        steps += [(trainer_module, name) for name in _FSDP_STEPS]
+    with _noting_in(steps, [trainer.model_wrapped] if trainer.is_deepspeed_enabled else [], failures):
         yield
+
+
+def save_accelerator(
+    accelerator: Accelerator, folder: Path, write: Callable[[Path], object] | None, failures: list[str]
+) -> None:
+    """Does `accelerator.save_state`, but appends write failures to `failures`. Collective over the ranks.
+
+    Args:
+        accelerator: the loop's Accelerator.
+        folder: the checkpoint.
+        write: called in place of `accelerator.save_state`.
+        failures: receives the write failures.
+    """
+    has_engines = accelerator.distributed_type == DistributedType.DEEPSPEED
+    has_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    steps = [(accelerator_module, name) for name in _FSDP_STEPS] if has_fsdp else []
+    with _noting_in(steps, accelerator._models if has_engines else [], failures):
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder) if write else accelerator.save_state(str(folder))
+
+
+@contextmanager
+def _noting_in(steps: Sequence[tuple[Any, str]], engines: Sequence[Any], failures: list[str]) -> Iterator[None]:
+    """Appends write failures inside the block to `failures` instead of raising them.
+
+    Each step in which one rank writes while others wait for it is caught by itself, so that all later steps still run.
+    A failure outside these steps ends the block.
+
+    Args:
+        steps: owner and name of each such step, besides those of DeepSpeed.
+        engines: the DeepSpeed engines.
+        failures: receives the write failures.
+    """
+    with ExitStack() as stack:
+        for engine in engines:
+            writer = engine.checkpoint_engine
+            steps = [*steps, (writer, "save"), (writer, "makedirs"), (engine, "_copy_recovery_script")]
+        for owner, name in steps:
+            stack.enter_context(replaced(owner, name, partial(_noting, getattr(owner, name), failures)))
+        for engine in engines:
+            stack.enter_context(replaced(engine, "save_checkpoint", partial(_save_engine, engine, failures)))
+        try:
+            yield
+        except (Exception, CheckpointException) as error:
+            _note(error, failures)
+
+
+def _save_engine(engine: Any, failures: list[str], folder: str, tag: str | None = None, **kwargs: Any) -> None:
+    """Calls DeepSpeed's `save_checkpoint`, but writes the file `latest` afterwards, when no rank waits for rank 0."""
+    type(engine).save_checkpoint(engine, folder, tag, save_latest=False, **kwargs)
+    if engine.global_rank == 0:
+        _noting(Path(folder, "latest").write_text, failures, tag or f"global_step{engine.global_steps}")
+
+
+def _noting(call: Callable[..., Any], failures: list[str], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except (Exception, CheckpointException) as error:
+        _note(error, failures)
+
+
+def _note(error: BaseException, failures: list[str]) -> None:
+    if isinstance(error, CheckpointException):  # holds the errors of all ranks in a sharded save
+        for met, _ in error.failures.values():
+            _note(met, failures)
+        return
+    if not is_write_failure(error):
+        raise error
+    failures.append(reason_of(error))
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an object's attribute inside the block."""
+    before: Mapping[str, Any] = dict(vars(owner))
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if name in before:
+            setattr(owner, name, before[name])
 
 
 def describe_model(model: Any, processing_class: Any, checkpoint: Path) -> None:

@@ -11,14 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerState, TrainingArguments
 
 from hf_diloco import DiLoCoCallback
 from hf_diloco.apps.lm.plain import PlainCallback
@@ -43,7 +41,7 @@ from hf_diloco.outer.checkpoint import (
     last_of_earlier_round,
     save_outer,
 )
-from hf_diloco.trainer.saving import Saving
+from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from tests.islands import try_islands
 from tests.outer_state import make_index
 from tests.processes import find_free_port
@@ -368,13 +366,12 @@ def test_the_round_that_all_went_back_to_stays_until_there_is_a_newer_one_beside
     """They went back to step 12, as only this island had those of steps 18 and 24."""
     for step, number in ((12, 3), (18, 4), (24, 6)):
         write_checkpoint(tmp_path / f"checkpoint-{step}", number, step)
-    args = TrainingArguments(output_dir=str(tmp_path), save_total_limit=1, use_cpu=True)
-    with ExitStack() as replacing:
-        needed = partial(last_of_earlier_round, 12)
-        saving = Saving(args, IslandGroup(), RECORD, find_complete, None, needed, lambda: None, replacing)
-        for step, number, staying in ((20, 5, [12, 20]), (21, 5, [12, 21]), (24, 6, [21, 24])):
-            assert saving.complete(TrainerState(global_step=step), partial(write_checkpoint, number=number, step=step))
-            assert [index.global_step for _, index in complete_checkpoints(tmp_path)] == staying
+    needed = partial(last_of_earlier_round, 12)
+    checkpoints = CheckpointFolder(tmp_path, IslandGroup(), RECORD, find_complete, needed, lambda: None, True, False)
+    for step, number, staying in ((20, 5, [12, 20]), (21, 5, [12, 21]), (24, 6, [21, 24])):
+        write = partial(write_checkpoint, number=number, step=step)
+        assert checkpoints.complete(checkpoints.path(step), write, limit=1)
+        assert [index.global_step for _, index in complete_checkpoints(tmp_path)] == staying
 
 
 def test_of_islands_that_go_back_together_each_keeps_two_rounds(tmp_path: Path) -> None:

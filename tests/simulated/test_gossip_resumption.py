@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_diloco import GossipCallback
 from hf_diloco.apps.vision.runfile import VisionRun
@@ -37,7 +36,7 @@ from hf_diloco.gossip.records import Record
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.report import load_run, summarise
-from hf_diloco.trainer.saving import Saving
+from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from tests.islands import run_islands, try_islands
 from tests.tiny_nodes import events, run_of, simulate, weights
 
@@ -184,10 +183,8 @@ def test_what_is_left_of_an_earlier_life_goes_before_what_all_went_back_to(tmp_p
     """They went back from step 8 to 4, which is what they have in common until all have that of step 5."""
     for step in (4, 8):
         save(tmp_path, step, trainer_state="{}")
-    args = TrainingArguments(str(tmp_path), save_total_limit=2, use_cpu=True, report_to="none")
-    with ExitStack() as replacing:
-        saving = Saving(args, IslandGroup(), RECORD, find_whole, None, None, lambda: None, replacing)
-        assert saving.complete(TrainerState(global_step=5), lambda _: save(tmp_path, 5, trainer_state="{}"))
+    checkpoints = CheckpointFolder(tmp_path, IslandGroup(), RECORD, find_whole, None, lambda: None, True, False)
+    assert checkpoints.complete(checkpoints.path(5), lambda _: save(tmp_path, 5, trainer_state="{}"), limit=2)
     assert sorted(whole_checkpoints(tmp_path)) == [4, 5]
 
 
