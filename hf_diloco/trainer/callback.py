@@ -110,7 +110,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._resume_path = path_given("DiLoCoCallback", "resume_from_checkpoint", resume_from_checkpoint, _FOLDER)
         self._failure: DiLoCoError | None = None
         self._tokens_seen = 0
-        self._unnoted: list[SyncReport] = []
         self._has_joined = False
 
     def common_checkpoint(self, output_dir: str | Path) -> Path | None:
@@ -154,7 +153,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         check_arguments(self.config, args, callbacks, optimizer, scheduler, state.is_hyper_param_search)
         refuse_foreign_optimizer(kwargs["model"], kwargs["optimizer"], _OWN_OPTIMIZER)
         shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
-        self._examples, self._data_facts = examples_per_step(args), data_facts(args, self.config)
+        self._state, self._data_facts = state, data_facts(args, self.config)
         checkpoint = self._resume_path
         if checkpoint is None and state.global_step:
             checkpoint = find_resumed(args, state.global_step)
@@ -163,7 +162,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         session = self._connect(folder_of(args))
         session.num_steps = state.max_steps
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
-        session.tokens_per_step = tokens_per_step(self._facts, self._examples)
+        session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
         self._has_joined = True
         session.join(shards, folder_of(args), self._facts, checkpoint)
         self._resume_path = None  # not for the next training
@@ -212,7 +211,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Adds the outer state to the Trainer's checkpoint; only then are older checkpoints deleted."""
-        self._drain(state)
+        self._drain()
         super().on_save(args, state, control, **kwargs)
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
@@ -264,7 +263,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         return self._session
 
     def _note(self, report: SyncReport) -> None:
-        self._unnoted.append(report)
+        self._need_record().sync(report, self._state.global_step)
 
     def _survives_losses(self) -> bool:
         return self.config.meets_in_store
@@ -282,10 +281,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         return self._outer.on_boundary or self._shows_outer
 
     def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
-        if self._need_session().has_left:
-            return nullcontext()
-        self._drain(trainer.state)
-        return self.outer_weights()
+        return nullcontext() if self._need_session().has_left else self.outer_weights()
 
     def _finish(self, trainer: Trainer, finish: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the Trainer's `_finalize_training`, which logs to trackers; then raises what ended training early."""
@@ -293,12 +289,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if self._failure:
             raise self._failure
         return output
-
-    def _drain(self, state: TrainerState) -> None:
-        """Waits for the rounds in flight, and records them."""
-        reports, self._unnoted = [*self._unnoted, *self._need_session().drain()], []
-        for report in reports:
-            self._need_record().sync(report, state.global_step)
 
     def _sync(self, state: TrainerState, control: TrainerControl) -> None:
         try:
@@ -367,10 +357,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             trainer.callback_handler.on_save(trainer.args, state, trainer.control)
 
     def _run_round(self, state: TrainerState, control: TrainerControl) -> None:
-        reports = self._unnoted + self._need_session().advance(is_last=state.global_step >= state.max_steps)
-        self._unnoted = []
-        for report in reports:
-            self._need_record().sync(report, state.global_step)
+        for report in self._need_session().advance(is_last=state.global_step >= state.max_steps):
+            self._note(report)
             control.should_log = True
         self._need_record().refuse(state.global_step, self._need_session().take_refused())
 
@@ -383,7 +371,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def _open_record(
         self, args: TrainingArguments, state: TrainerState, shards: Shards, resumed: bool
     ) -> IslandRecord:
-        session, examples = self._need_session(), self._examples
+        session, examples = self._need_session(), examples_per_step(args)
         logger.info(
             "island %d of %d, %s, %d %s: %d examples a step on this island, %d on all islands of this size",
             self.config.island,
@@ -395,5 +383,5 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             examples * self.config.num_islands,
         )
         record = IslandRecord(folder_of(args) if session.island.is_leader else None)
-        record.start(state.global_step, session, shards, examples, tokens_per_step(self._facts, examples), resumed)
+        record.start(state.global_step, session, shards, examples, resumed)
         return record

@@ -161,7 +161,7 @@ class OuterLoop(HasOuterWeights):
         self._checkpoints = CheckpointFolder(
             self._folder, session.island, RECORD, find_complete, needed, alone, deletes, anew
         )
-        self._record.start(self.global_step, session, shards, None, None, resumed=self._resume_from is not None)
+        self._record.start(self.global_step, session, shards, None, resumed=self._resume_from is not None)
         if session.is_over and self.global_step != self._num_steps:
             text = "the run at %s ended with round %d: for another one give another rendezvous"
             logger.warning(text, self.config.rendezvous, session.outer.round)
@@ -298,7 +298,7 @@ class OuterLoop(HasOuterWeights):
             CheckpointError: on every rank, if one cannot write. Training can continue.
             ConfigError: the call is inside `outer_weights()`.
         """
-        self._drain("save_state")
+        self._begin_save("save_state")
         self._write_outer(Path(folder), is_last=False)
         self._note_saved(Path(folder))
 
@@ -327,19 +327,18 @@ class OuterLoop(HasOuterWeights):
         limit = check_count("limit", limit, "save_checkpoint") or 0
         if write is None and self._accelerator.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")
-        self._drain("save_checkpoint")
+        self._begin_save("save_checkpoint")
         checkpoint = self._checkpoints.path(self.global_step)
         self._checkpoints.begin(checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write))
         is_whole = self._checkpoints.complete(checkpoint, self._write_outer, limit)
         self._note_saved(checkpoint if is_whole else None)
         return checkpoint if is_whole else None
 
-    def _drain(self, call: str) -> None:
+    def _begin_save(self, call: str) -> None:
         if self._shows_outer:
             raise ConfigError(f"{call}() within outer_weights(), of weights that do not train: save outside")
         self._update_progress(state="saving")
-        for report in self._need_session().drain():
-            self._note(report)
+        self._drain()
 
     def _write_outer(self, folder: Path, is_last: bool = True) -> None:
         outer = self._need_session().outer

@@ -186,19 +186,9 @@ class IslandRecord(Record):
         session: BaseSession,
         shards: Shards,
         examples: int | None,
-        tokens: int | None,
         resumed: bool,
     ) -> None:
-        """Appends the `start` event.
-
-        Args:
-            step: optimizer steps taken so far.
-            session: the session that the island has joined.
-            shards: the shards of its model.
-            examples: examples per step; None if unknown.
-            tokens: tokens per step; None if unknown.
-            resumed: whether training resumes from a checkpoint.
-        """
+        """Appends the `start` event, when the island has joined; `examples`: per step, None if unknown."""
         config, size = session.config, session.island.size
         self.write(
             "start",
@@ -218,7 +208,7 @@ class IslandRecord(Record):
             chosen=session.chosen,
             max_steps=session.num_steps,
             examples_per_step=examples,
-            tokens_per_step=tokens,
+            tokens_per_step=session.tokens_per_step,
             resumed=resumed,
             round=session.outer.round,
             has_outer_loop=True,

@@ -54,8 +54,7 @@ class HasOuterWeights(ABC):
             ConfigError: training has not begun: there are no outer parameters yet.
         """
         outer = self._need_session().outer
-        for report in self._need_session().drain():
-            self._note(report)
+        self._drain()
         held = None if outer.on_boundary else outer.show()
         was_shown, self._shows_outer = self._shows_outer, True
         try:
@@ -72,9 +71,14 @@ class HasOuterWeights(ABC):
             if held is not None:
                 outer.hide(held)
 
+    def _drain(self) -> None:
+        """Waits for the rounds in flight, and records them."""
+        for report in self._need_session().drain():
+            self._note(report)
+
     @abstractmethod
     def _note(self, report: SyncReport) -> None:
-        """Called with the report of a completed round."""
+        """Records a completed round."""
 
     def _need_session(self) -> BaseSession:
         if self._session is None:

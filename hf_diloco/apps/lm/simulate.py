@@ -111,7 +111,7 @@ class _SimulatedCallback(DiLoCoCallback):
 
     def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
         with self._turns.others():
-            self._drain(trainer.state)
+            self._drain()
         return super()._evaluated_weights(trainer)
 
     common_checkpoint = _while_others_go_on(DiLoCoCallback.common_checkpoint)
