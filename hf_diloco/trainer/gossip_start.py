@@ -13,6 +13,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,42 +80,28 @@ def _check_payload(payload: str, topology: Topology, optimizer: GossipOptimizer)
     check_static(topology, payload)
 
 
+@dataclass(eq=False)
 class Beginning:
     """How one node begins each of its trainings.
 
-    Args:
-        config: the settings.
-        topology: the graph that the settings name.
-        facts: further facts that must be equal on all nodes.
-        node: this node's connection to its neighbours.
-        optimizer: the method's optimizer.
-        ranks: the ranks of this node.
-
     Attributes:
+        facts: further facts that must be equal on all nodes.
+        ranks: the ranks of this node.
         life: an id of this training, equal on all nodes, that distinguishes it from earlier trainings.
         passed: the newest step of any node, up to which it has evaluated, if nodes start at different steps; else 0.
     """
 
-    def __init__(
-        self,
-        config: GossipConfig,
-        topology: Topology,
-        facts: Facts,
-        node: NodeNeighbours,
-        optimizer: GossipOptimizer,
-        ranks: IslandGroup,
-    ) -> None:
-        self._config = config
-        self._topology = topology
-        self._facts = facts
-        self._node = node
-        self._optimizer = optimizer
-        self._ranks = ranks
-        self._resumption: Resumption | None = None
-        self._news = ""
-        self.life = ""
-        self.passed = 0
-        self._num_trainings = 0  # before this one
+    config: GossipConfig
+    topology: Topology
+    facts: Facts
+    node: NodeNeighbours
+    optimizer: GossipOptimizer
+    ranks: IslandGroup
+    life: str = ""
+    passed: int = 0
+    _resumption: Resumption | None = None
+    _news: str = ""
+    _num_trainings: int = 0  # before this one
 
     def choose_checkpoint(self, mine: Mapping[int, Path]) -> Path | None:
         """See `GossipCallback.common_checkpoint`.
@@ -122,30 +109,30 @@ class Beginning:
         Args:
             mine: this node's complete checkpoints, by step.
         """
-        if self._node.is_returning:  # the others are training: only for the position in the data
+        if self.node.is_returning:  # the others are training: only for the position in the data
             return self._newest_of_run(mine)
-        records = self._node.share("checkpoints", {"held": lives_of(mine, self._ranks)})
+        records = self.node.share("checkpoints", {"held": lives_of(mine, self.ranks)})
         with self._refusing_together():
             held = [read_held(record, node) for node, record in enumerate(records)]
-            if self._optimizer.num_vectors == 0:
-                self._resumption = choose_common(held, self._optimizer.name)
+            if self.optimizer.num_vectors == 0:
+                self._resumption = choose_common(held, self.optimizer.name)
             else:
-                self._resumption = choose_step(held) if self._optimizer.is_in_step else choose_own(held)
+                self._resumption = choose_step(held) if self.optimizer.is_in_step else choose_own(held)
         if self._resumption is None:
             return None
         if self._resumption.late:
             self._news = self._resumption.describe(held)
-        if not self._optimizer.is_in_step:
+        if not self.optimizer.is_in_step:
             return mine[max(mine)] if mine else None
         before = [step for step in mine if step <= self._resumption.step]
         return mine[max(before)] if before else None
 
     def _newest_of_run(self, mine: Mapping[int, Path]) -> Path | None:
         """Returns the newest checkpoint, ignoring those of an earlier `life` beyond the step that all went back to."""
-        others = self._node.recall("join")
-        if others and self._optimizer.is_in_step:
+        others = self.node.recall("join")
+        if others and self.optimizer.is_in_step:
             begun, life = whole_number(others[0], "step", others[0]["node"]), others[0].get("life")
-            held = lives_of(mine, self._ranks)
+            held = lives_of(mine, self.ranks)
             mine = {step: mine[step] for step, its_life in held if step <= begun or its_life == life}
         return mine[max(mine)] if mine else None
 
@@ -153,7 +140,7 @@ class Beginning:
     def entry_step(self) -> int | None:
         """The step at which this node enters with the others' mean; None if it does not."""
         resumption = self._resumption
-        return resumption.step if resumption and self._config.node in resumption.late else None
+        return resumption.step if resumption and self.config.node in resumption.late else None
 
     def begin(
         self, model: torch.nn.Module, state: TrainerState, scheduler: Any, folder: Path, arguments: Facts
@@ -176,10 +163,10 @@ class Beginning:
             FingerprintError: the nodes train different things, or from different steps.
             RendezvousError: two nodes write to one folder.
         """
-        place = {"node": self._config.node, "host": socket.gethostname(), "folder": os.path.realpath(folder)}
-        common = make_fingerprint(self._config, self._topology, model)
+        place = {"node": self.config.node, "host": socket.gethostname(), "folder": os.path.realpath(folder)}
+        common = make_fingerprint(self.config, self.topology, model)
         facts = {MAX_STEPS: state.max_steps, **common, **arguments}
-        if self._node.is_returning:
+        if self.node.is_returning:
             self._return(facts, place, state, scheduler)
         else:
             self._compare(facts, place, model, state)
@@ -190,11 +177,11 @@ class Beginning:
 
     def _return(self, facts: Facts, place: Record, state: TrainerState, scheduler: Any) -> None:
         """Rejoins a run that continued: from the neighbours' mean, at their step, with no momentum."""
-        self._optimizer.check_entry()
-        others = self._node.recall("join")
+        self.optimizer.check_entry()
+        others = self.node.recall("join")
         for record in others:
             theirs = record["facts"]
-            for name, value in join_facts(facts, self._facts).items():
+            for name, value in join_facts(facts, self.facts).items():
                 if differ(name, theirs.get(name), value):
                     raise FingerprintError(
                         f"the run that this node returns to trains something else: {name} is {theirs.get(name)} "
@@ -203,10 +190,10 @@ class Beginning:
         _check_folders([*others, place])
         self._note(others)
         self._tell_rates(others)
-        self._begin_at(self._node.enter, state, scheduler)
+        self._begin_at(self.node.enter, state, scheduler)
         logger.warning(
             "node %d is back: it goes on from the mean of its neighbours, at step %d",
-            self._config.node,
+            self.config.node,
             state.global_step,
         )
 
@@ -219,39 +206,39 @@ class Beginning:
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
         def enter(x: torch.Tensor) -> int:
-            take_mean(self._node, [x, *buffers], resumption)
+            take_mean(self.node, [x, *buffers], resumption)
             return resumption.step
 
         if self.entry_step is None:
-            enter(self._optimizer.flat_parameters)
+            enter(self.optimizer.flat_parameters)
         else:
             self._begin_at(enter, state, scheduler)
         _forget_evaluations(state)
 
     def _begin_at(self, enter: Callable[[torch.Tensor], int], state: TrainerState, scheduler: Any) -> None:
         """Calls `GossipOptimizer.begin_at`; moves the Trainer and the schedule to the step it returns."""
-        state.global_step = self._optimizer.begin_at(enter)
+        state.global_step = self.optimizer.begin_at(enter)
         if not move_schedule(scheduler, state.global_step):
             logger.warning("%s cannot be advanced: the learning rate starts from scratch", type(scheduler).__name__)
 
     def _compare(self, facts: Facts, place: Record, model: torch.nn.Module, state: TrainerState) -> None:
         """Raises `FingerprintError` unless all nodes train the same thing from the same starting point."""
         facts, step = dict(facts), self.entry_step or state.global_step
-        if self._optimizer.is_in_step:
+        if self.optimizer.is_in_step:
             facts["step"] = step
         if not step and self._num_trainings:
-            self._optimizer.begin_training()
+            self.optimizer.begin_training()
         elif not step:
             facts["initial weights (set the same seed)"] = digest_of(model)
-        mine = {"facts": join_facts(facts, self._facts), "step": step, "life": secrets.token_hex(4), **place}
+        mine = {"facts": join_facts(facts, self.facts), "step": step, "life": secrets.token_hex(4), **place}
         mine["rates"] = self._base_rates
-        records = self._node.share("join", mine)
+        records = self.node.share("join", mine)
         with self._refusing_together():
             compare_facts([record["facts"] for record in records], "node")
             _check_folders(records)
             self._note(records)
         if self.entry_step is not None:
-            self._tell_rates([record for record in records if record["node"] != self._config.node])
+            self._tell_rates([record for record in records if record["node"] != self.config.node])
         if self.passed:
             _forget_evaluations(state)
 
@@ -265,13 +252,13 @@ class Beginning:
             yield
         except DiLoCoError:
             with suppress(DiLoCoError):  # another node has exited
-                self._node.share("refused", {})
+                self.node.share("refused", {})
             raise
 
     @property
     def _base_rates(self) -> list[float]:
         """The base learning rate of each parameter group, which the schedule multiplies."""
-        return [float(group.get("initial_lr", group["lr"])) for group in self._optimizer.param_groups]
+        return [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
 
     def _tell_rates(self, records: Sequence[Record]) -> None:
         """Warns if this entering node's learning rate differs from the rates in the other nodes' checkpoints."""
@@ -280,7 +267,7 @@ class Beginning:
             logger.warning(
                 "node %d enters with learning rates of %s, and the others train with %s, as in their checkpoints, "
                 "whatever learning_rate is now: set it back, and start this node again; or start all in a new folder",
-                self._config.node,
+                self.config.node,
                 mine,
                 others[0],
             )
