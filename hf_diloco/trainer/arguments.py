@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -40,11 +40,7 @@ def check_arguments(
     """Refuses settings that the outer loop does not support; warns about settings that DeepSpeed ignores.
 
     Args:
-        config: the outer loop's settings.
-        args: the Trainer's arguments.
-        callbacks: all callbacks of the Trainer.
-        optimizer: the Trainer's optimizer, unwrapped; may differ from `args.optim`.
-        scheduler: the Trainer's schedule; may differ from `args.lr_scheduler_type`.
+        optimizer, scheduler: the Trainer's, unwrapped; may differ from those that `args` name.
         is_search: whether this is a trial of `trainer.hyperparameter_search`.
 
     Raises:
@@ -65,11 +61,7 @@ def check_arguments(
 
 
 def check_launched() -> None:
-    """Checks that a launcher started this process: otherwise DeepSpeed asks MPI for the rank, even with one rank.
-
-    Raises:
-        ConfigError: there is neither a launcher nor MPI.
-    """
+    """Raises `ConfigError` if neither a launcher nor MPI tells DeepSpeed the rank, which it asks for even with one."""
     has_rank = any(name in os.environ for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SM_TRAINING_ENV"))
     if not (has_rank or dist.is_initialized() or find_spec("mpi4py")):
         raise ConfigError(
@@ -79,14 +71,7 @@ def check_launched() -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Checks that the Trainer or Accelerator trains with all ranks of `torch.distributed`, not each rank by itself.
-
-    Args:
-        num_ranks: the ranks that it counts.
-
-    Raises:
-        ConfigError: there are others.
-    """
+    """Raises `ConfigError` unless the `num_ranks` that Accelerate counts are all ranks of `torch.distributed`."""
     started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if num_ranks != started:
         raise ConfigError(
@@ -101,11 +86,6 @@ def check_gossip_arguments(
     args: TrainingArguments, payload: str = "fp32", callbacks: Iterable[TrainerCallback] = ()
 ) -> None:
     """Refuses settings that averaging between neighbours does not support.
-
-    Args:
-        args: the Trainer's arguments.
-        payload: the number format in which vectors travel.
-        callbacks: all callbacks of the Trainer.
 
     Raises:
         ConfigError: a setting of `REFUSALS` is used (the message names all); or the payload is not fp32, and nodes
@@ -164,11 +144,8 @@ def gossip_facts(
     """Returns facts about joint actions that must be equal on all nodes, by their names in error messages.
 
     Args:
-        payload: the number format in which vectors travel.
         evaluates_with_others: whether an evaluation takes a mean over all nodes, of their weights or their metrics.
-        args: the Trainer's arguments.
-        state: the Trainer's state.
-        loader: the loader of the training data.
+        loader: of the training data.
         weighed: result of `check_eval_sizes`.
     """
     facts: dict[str, str | bool] = {"num_eval_examples is given": weighed}
@@ -189,12 +166,9 @@ def gossip_facts(
 
 def _of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
     """Returns the values of the callback settings in `REFUSALS`."""
-    found = list(callbacks)
-    names = [kind.__name__ for callback in found for kind in type(callback).__mro__]
-    return {
-        "EarlyStoppingCallback": any(isinstance(callback, EarlyStoppingCallback) for callback in found),
-        "callbacks": [name for name in names if name in ("DiLoCoCallback", "GossipCallback")],
-    }
+    names = [kind.__name__ for callback in callbacks for kind in type(callback).__mro__]
+    ours = [name for name in names if name in ("DiLoCoCallback", "GossipCallback")]
+    return {"EarlyStoppingCallback": "EarlyStoppingCallback" in names, "callbacks": ours}
 
 
 def folder_of(args: TrainingArguments) -> Path:
@@ -284,10 +258,7 @@ def check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
 def decayed_groups(model: nn.Module, weight_decay: float, **of_others: float) -> list[dict[str, Any]]:
     """Returns the trainable parameters as optimizer groups. As in the Trainer, biases and norms have no weight decay.
 
-    Args:
-        model: the model to train.
-        weight_decay: weight decay of parameters with more than one dimension.
-        **of_others: further settings of the group of biases and norms.
+    `of_others` are further settings of the group of biases and norms.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [

@@ -84,11 +84,10 @@ class CheckpointFolder:
     def begin(self, checkpoint: Path, write: Callable[[list[str]], object]) -> None:
         """Writes the Trainer's or Accelerator's part of a checkpoint, replacing an earlier one of the same step.
 
-        Args:
-            checkpoint: the folder.
-            write: writes the part, and appends this rank's write failures to its argument.
-
         If a rank could not write, nothing is left of the checkpoint, and `complete` reports it.
+
+        Args:
+            write: writes the part, and appends this rank's write failures to its argument.
 
         Raises:
             CheckpointError: `write` raised another error on another rank, which the message names.
@@ -146,7 +145,6 @@ class CheckpointFolder:
         must not find it.
 
         Args:
-            checkpoint: the newest checkpoint.
             write: writes the missing files, and last the record that marks the checkpoint as complete. Raises
                 `CheckpointError` on all ranks if one rank fails.
             limit: how many complete checkpoints to keep; 0 keeps all.

@@ -104,11 +104,7 @@ class Beginning:
     _num_trainings: int = 0  # before this one
 
     def choose_checkpoint(self, mine: Mapping[int, Path]) -> Path | None:
-        """See `GossipCallback.common_checkpoint`.
-
-        Args:
-            mine: this node's complete checkpoints, by step.
-        """
+        """See `GossipCallback.common_checkpoint`; `mine`: this node's complete checkpoints, by step."""
         if self.node.is_returning:  # the others are training: only for the position in the data
             return self._newest_of_run(mine)
         records = self.node.share("checkpoints", {"held": lives_of(mine, self.ranks)})
@@ -149,11 +145,10 @@ class Beginning:
 
         A second training without a checkpoint continues from each node's present parameters.
 
+        A node that enters with the others' mean takes over their step in `state` and `scheduler`.
+
         Args:
-            model: the model whose parameters the optimizer updates.
-            state: the Trainer's state; a node that enters with the others' mean takes over their step.
-            scheduler: the learning-rate schedule, moved to that step.
-            folder: the folder this node writes to.
+            folder: where this node writes.
             arguments: facts of the Trainer's arguments that must be equal on all nodes; see `gossip_facts`.
 
         Returns:
@@ -286,8 +281,7 @@ class CommonSteps:
     due at epoch ends at the steps at which the others' epochs end.
 
     Args:
-        args: the Trainer's arguments.
-        loader: the loader of the training data.
+        loader: of the training data.
         with_others: whether an evaluation takes a mean over all nodes.
         evaluates_at_end: whether to evaluate after the last step, whatever `args` say.
         passed: the step up to which other nodes have already evaluated: they join no mean of these steps.

@@ -25,8 +25,7 @@ _READ_ELSEWHERE = ("sequence_parallel_size", "msamp")
 def warn_of_ignored(plugin: Any) -> None:
     """Warns about settings that DeepSpeed ignores: perhaps typos, or settings of another tool.
 
-    Args:
-        plugin: Accelerate's `DeepSpeedPlugin`, whose configuration DeepSpeed has accepted; None without DeepSpeed.
+    `plugin` is Accelerate's `DeepSpeedPlugin`, whose configuration DeepSpeed has accepted; None without DeepSpeed.
     """
     if plugin is None:
         return
@@ -45,9 +44,7 @@ def warn_of_ignored(plugin: Any) -> None:
 class TrackedConfig(dict[str, Any]):
     """A block of the configuration that records which settings DeepSpeed reads, as DeepSpeed has no list of them.
 
-    Args:
-        values: the block.
-        blocks: nested blocks that also record reads.
+    Nested `blocks` also record it.
     """
 
     def __init__(self, values: Mapping[str, Any], blocks: Mapping[str, TrackedConfig] | None = None) -> None:

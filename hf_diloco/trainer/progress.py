@@ -34,7 +34,6 @@ class Progress:
 
     Args:
         folder: the folder of the file.
-        max_steps: the run's number of steps.
         enabled: whether to write the file.
         unit: the unit of the speed, such as "tokens".
         record: the folder of the island's record, if different.
@@ -97,14 +96,10 @@ class LoopProgress:
         self._progress: Progress | None = None
 
     def start(self, max_steps: int, unit: str, output_dir: Path | None, survives_losses: bool) -> Path | None:
-        """Shows this loop, if the launcher started this process and shows no other.
-
-        Args:
-            max_steps, unit, survives_losses: see `Progress`.
-            output_dir: the loop's folder, if it has one.
+        """Shows this loop, if the launcher started this process and shows no other; for the arguments see `Progress`.
 
         Returns:
-            The folder of the loop's record; None without one.
+            The folder of the loop's record: `output_dir`, or else the launcher's; None without one.
         """
         folder = launchers_folder() if LoopProgress._shown is None else None
         record = output_dir or folder
@@ -160,7 +155,6 @@ class RunFilesCallback(TrainerCallback):
     """Updates `progress.json`, and optionally evaluates after the last step.
 
     Args:
-        progress: the progress file to update.
         rounds: returns the number of completed rounds.
         sync_every: inner steps between rounds; 0 without rounds.
         tokens_per_step: tokens (or other units) per step of the whole island.

@@ -266,8 +266,7 @@ class NodeRecord(Record):
     """The record of one training of a gossip node.
 
     Args:
-        folder: the folder of `metrics.jsonl`; None on ranks that do not write.
-        node: the node whose seconds and bytes are counted.
+        node: whose seconds and bytes are counted.
         step: optimizer steps taken before this training.
     """
 

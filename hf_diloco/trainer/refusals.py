@@ -248,12 +248,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def find_refused(settings: Mapping[str, Any], where: Where) -> Iterator[tuple[str, str]]:
-    """Yields the settings that cannot be used, each with the reason and the remedy.
-
-    Args:
-        settings: values by name; missing settings have their defaults.
-        where: the entry point.
-    """
+    """Yields the settings that cannot be used, each with the reason and the remedy; missing ones have defaults."""
     for refusal in REFUSALS:
         value = settings.get(refusal.setting)
         if where in refusal.where and refusal.applies(value):
@@ -270,9 +265,7 @@ def refuse(settings: Mapping[str, Any], where: Where) -> None:
 def refuse_uncounted(weight_by: str, counted: Any) -> None:
     """Raises `ConfigError` if `weight_by` is "tokens", but the Trainer does not count tokens.
 
-    Args:
-        weight_by: the outer loop's setting.
-        counted: the Trainer's `include_num_input_tokens_seen`.
+    `counted` is the Trainer's `include_num_input_tokens_seen`.
     """
     if weight_by == "tokens" and counted in ("no", False, None):
         raise ConfigError(
@@ -284,9 +277,7 @@ def refuse_uncounted(weight_by: str, counted: Any) -> None:
 def refuse_unreadable_masters(deepspeed: Mapping[str, Any], has_outer_loop: bool) -> None:
     """Raises `ConfigError` if the outer loop cannot read the master weights: on NVMe, or with tensor parallelism.
 
-    Args:
-        deepspeed: DeepSpeed's configuration.
-        has_outer_loop: whether an outer loop reads the master weights; without one, NVMe only needs `nvme_path`.
+    Without an outer loop, NVMe only needs `nvme_path`.
     """
     block = deepspeed.get("tensor_parallel")
     size = block.get("autotp_size") if isinstance(block, Mapping) else 0
@@ -310,9 +301,7 @@ def refuse_unreadable_masters(deepspeed: Mapping[str, Any], has_outer_loop: bool
 def refuse_unknown_layers(names: Iterable[str] | None, model: Any) -> None:
     """Raises `ConfigError` if FSDP is told to wrap a layer class that the model does not have.
 
-    Args:
-        names: `transformer_layer_cls_to_wrap`; None for the classes that the model's class names.
-        model: the module.
+    `names` is `transformer_layer_cls_to_wrap`; None for the classes that the model's class names.
     """
     known = {type(module).__name__ for module in model.modules()}
     for name in names or ():

@@ -69,10 +69,7 @@ def check_resumption(
 
     Args:
         checkpoint: a checkpoint of the Trainer, with outer state.
-        shards: the island's present shards.
-        args: the Trainer's arguments; needed as DeepSpeed stage 0 has whole parameters, as in plain training.
-        config: the outer loop's settings.
-        state: the Trainer's state.
+        args: tell DeepSpeed's stage 0 from plain training, which has whole parameters, too.
 
     Raises:
         CheckpointError: the Trainer cannot load the optimizer's state, and would silently reset it; or it has resumed
@@ -107,13 +104,7 @@ def check_resumption(
 
 
 def follow_schedule(session: BaseSession, state: TrainerState, scheduler: Any) -> None:
-    """Moves the learning-rate schedule of an island that joins late or rejoins to the run's step.
-
-    Args:
-        session: the session, joined.
-        state: the Trainer's state.
-        scheduler: the learning-rate schedule.
-    """
+    """Moves the learning-rate schedule of an island that has joined late, or rejoined, to the run's step."""
     step = min(step_of(session.config, session.outer.round), state.max_steps)
     taken = max(state.global_step, steps_taken(scheduler))  # more than global_step if the island had joined late
     if not session.has_common_end or step - taken < session.config.sync_every:

@@ -38,14 +38,7 @@ def noting_failures(trainer: Trainer, failures: list[str]) -> Iterator[None]:
 def save_accelerator(
     accelerator: Accelerator, folder: Path, write: Callable[[Path], object] | None, failures: list[str]
 ) -> None:
-    """Does `accelerator.save_state`, but appends write failures to `failures`. Collective over the ranks.
-
-    Args:
-        accelerator: the loop's Accelerator.
-        folder: the checkpoint.
-        write: called in place of `accelerator.save_state`.
-        failures: receives the write failures.
-    """
+    """Does `accelerator.save_state`, or `write` in its place, but appends write failures to `failures`. Collective."""
     has_engines = accelerator.distributed_type == DistributedType.DEEPSPEED
     has_fsdp = accelerator.distributed_type == DistributedType.FSDP
     steps = [(accelerator_module, name) for name in _FSDP_STEPS] if has_fsdp else []
@@ -62,9 +55,7 @@ def _noting_in(steps: Sequence[tuple[Any, str]], engines: Sequence[Any], failure
     A failure outside these steps ends the block.
 
     Args:
-        steps: owner and name of each such step, besides those of DeepSpeed.
-        engines: the DeepSpeed engines.
-        failures: receives the write failures.
+        steps: owner and name of each such step, besides those of the DeepSpeed `engines`.
     """
     with ExitStack() as stack:
         for engine in engines:
@@ -123,10 +114,8 @@ def describe_model(model: Any, processing_class: Any, checkpoint: Path) -> None:
     The Trainer writes both with unsharded models, but neither with FSDP's sharded checkpoints.
 
     Args:
-        model: the module, whose parameters may be sharded. For models that are not from transformers, no
-            configuration is written.
+        model: the module, whose parameters may be sharded; without a configuration if it is not from transformers.
         processing_class: the tokenizer; None if the Trainer has none.
-        checkpoint: the folder.
 
     Raises:
         CheckpointError: the files cannot be written.

@@ -92,9 +92,7 @@ class MeanView:
     Inside `shown`, the node's own weights take 4 bytes per parameter.
 
     Args:
-        optimizer: the node's optimizer.
-        node: the node's neighbours.
-        model: the model whose buffers are replaced with the parameters.
+        model: whose buffers are replaced with the parameters.
         averages_buffers: whether batch normalisation statistics are averaged, too; otherwise they stay the node's own.
         lacks_statistics: whether the node has rejoined, and its own statistics are outdated or missing: it then takes
             over those of the first mean.
