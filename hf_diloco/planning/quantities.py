@@ -1,4 +1,7 @@
-"""Parses numbers with units as people type them: 7b parameters, 200M bits a second, 80 ms."""
+"""Parses numbers with units as people type them: 7b parameters, 200M bits a second, 80 ms.
+
+What cannot be parsed raises `ConfigError`, which names the option.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from hf_diloco.utils.text import seconds as seconds_of
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_RATE_ENDINGS = ("bit/s", "bits/s", "bps", "b/s", "bit", "")
+_RATE_UNIT = re.compile(r"([kmgtKMGT]?)(?:bits?/s|bps|b/s|bit)?")
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def parse_count(text: str, option: str) -> int:
-    """Parses a count such as 350M, 7b or 1.5e9; raises `ConfigError`, which names the option, if it is invalid."""
+    """Parses a count such as 350M, 7b or 1.5e9."""
     value, unit = _split(text)
     if unit.lower() not in _COUNTS or not 1 <= value * _COUNTS[unit.lower()] <= 1e15:
         raise ConfigError(f"{option} {text}: give a number of parameters, as 350M, 7b or 1.5e9")
@@ -24,19 +27,17 @@ def parse_count(text: str, option: str) -> int:
 
 
 def parse_rate(text: str, option: str) -> float:
-    """Parses bits a second such as 200M, 10G or 1.5 Gbit/s; raises `ConfigError`, which names the option, if
-    invalid."""
+    """Parses bits a second such as 200M, 10G or 1.5 Gbit/s."""
     value, unit = _split(text)
-    ending = next((ending for ending in _RATE_ENDINGS if unit.endswith(ending) and len(unit) - len(ending) < 2), None)
-    factor = _RATES.get(unit[: len(unit) - len(ending)].lower()) if ending is not None else None
-    if factor is None or not 1e3 <= value * factor <= 1e15:  # 200 alone lacks an M
+    match = _RATE_UNIT.fullmatch(unit)
+    rate = value * _RATES[match[1].lower()] if match else math.nan
+    if not 1e3 <= rate <= 1e15:  # 200 alone lacks an M
         raise ConfigError(f"{option} {text}: give bits a second, as 200M, 10G or 1.5Gbit/s (bits, not bytes)")
-    return value * factor
+    return rate
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Parses a duration such as 80ms, 1.5s, 2min or 0; raises `ConfigError`, which names the option, if it is
-    invalid."""
+    """Parses a duration such as 80ms, 1.5s, 2min or 0."""
     value, unit = _split(text)
     seconds = value * _SECONDS.get(unit, math.nan)
     if not (seconds == 0 or 1e-9 <= seconds <= 1e9):
