@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from hf_diloco.config.base import Count
+from hf_diloco.errors import ConfigError
 from hf_diloco.utils.settings import Block
 
 if TYPE_CHECKING:
@@ -61,11 +62,7 @@ class OptimizerBlock(Block):
     def _check(self) -> OptimizerBlock:
         if self.name != "muon" and "freeze_step" not in self.model_fields_set:
             raise ValueError(f"{self.name} needs freeze_step: about 30 % of max_steps, or null for no compression")
-        if self.freeze_step is not None and self.freeze_step < 2:
-            raise ValueError(
-                f"freeze_step={self.freeze_step}: the second moments need a warm-up of 2 steps or more; use about "
-                "30 % of max_steps, or null for no compression"
-            )
+        check_freeze_step(self.freeze_step)
         for low, high in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
             if getattr(self, low) > getattr(self, high):
                 raise ValueError(f"{low}={getattr(self, low)} is above {high}={getattr(self, high)}")
@@ -82,6 +79,15 @@ class OptimizerBlock(Block):
     def of_method(self) -> dict[str, Any]:
         """Returns the method's settings, without those of `training` and of the exchange."""
         return {name: getattr(self, name) for name in _SETTINGS[self.name] if name != "warmup_payload"}
+
+
+def check_freeze_step(freeze_step: int | None) -> None:
+    """Raises `ConfigError` if the warm-up of a 1-bit optimizer is too short."""
+    if freeze_step is not None and freeze_step < 2:
+        raise ConfigError(
+            f"freeze_step={freeze_step}: the second moments need a warm-up of 2 steps or more; use about 30 % of all "
+            "steps, or null for no compression"
+        )
 
 
 def make_optimizer(

@@ -34,11 +34,9 @@ class MuonAdamW(Optimizer):
         model: on its device.
         lr: of AdamW.
         muon_lr: of Muon; None: `lr`, for which `adjust_lr="match_rms_adamw"` is made.
-        betas: of AdamW.
-        eps: of AdamW.
+        betas, eps: of AdamW.
         weight_decay: of both, decoupled.
-        momentum: of Muon.
-        nesterov: of Muon.
+        momentum, nesterov: of Muon.
         ns_steps: of the Newton-Schulz iteration.
         adjust_lr: how Muon's learning rate depends on a matrix's shape: "match_rms_adamw" (an update is about as large
             as one of AdamW) or "original".
@@ -110,12 +108,8 @@ def split(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """Splits trainable parameters: matrices of hidden layers; other tensors of 2 or more dimensions; the rest.
 
-    Embeddings and head do not count as hidden layers. Embeddings are the weights of any `nn.Embedding`; the head is
-    the module that the model's `get_output_embeddings` returns.
-
-    Args:
-        model: the model to train.
-        adamw: names of matrices that do not count as those of a hidden layer.
+    Embeddings and head do not count as hidden layers, nor do the matrices that `adamw` names. Embeddings are the
+    weights of any `nn.Embedding`; the head is the module that the model's `get_output_embeddings` returns.
 
     Raises:
         ConfigError: `adamw` names a parameter that the model does not have.
@@ -128,8 +122,7 @@ def split(
     outside |= {id(parameter) for parameter in _head(model)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = [one for one in trained if one.ndim == 2 and id(one) not in outside]
-    found = {id(one) for one in hidden}
-    others = [one for one in trained if id(one) not in found]
+    others = [one for one in trained if one.ndim != 2 or id(one) in outside]
     return hidden, [one for one in others if one.ndim > 1], [one for one in others if one.ndim <= 1]
 
 

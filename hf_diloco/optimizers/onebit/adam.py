@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, State, Tensor
+from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, Tensor
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -45,17 +44,11 @@ class OneBitAdam(OneBitOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, freeze_step, bias_correction, True, process_group)
 
-    def _new_state(self, parameter: torch.nn.Parameter) -> State:
-        return {}
-
-    def _update_in_warm_up(self, tensor: Tensor) -> None:
-        self._move(tensor)
-
     def _update_compressed(self, tensor: Tensor) -> None:
         tensor.state["exp_avg"].copy_(tensor.exchanged)
-        self._move(tensor)
+        self._update_in_warm_up(tensor)
 
-    def _move(self, tensor: Tensor) -> None:
+    def _update_in_warm_up(self, tensor: Tensor) -> None:
         update = self._direction(tensor, tensor.state["exp_avg"], tensor.exchanged)
         update.add_(tensor.parameter, alpha=tensor.group["weight_decay"])
         tensor.parameter.sub_(update, alpha=tensor.group["lr"])

@@ -44,11 +44,9 @@ class OneBitLamb(OneBitOptimizer):
         betas: decays of the moments.
         eps: added to the root of the second moment.
         weight_decay: wd.
-        min_coeff: least trust ratio c.
-        max_coeff: greatest trust ratio c.
+        min_coeff, max_coeff: limits of the trust ratio c.
         coeff_beta: b3. 1 / (1 - b3) should be well below `freeze_step`.
-        factor_min: least factor f.
-        factor_max: greatest factor f.
+        factor_min, factor_max: limits of the factor f.
         factor_threshold: the largest relative change of f in a step.
         bias_correction: see `OneBitOptimizer`; off by default, as in the authors' code.
         match_deepspeed: use c_frozen as DeepSpeed does, and do not freeze values that had no gradient in the warm-up.

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.optim import Optimizer
 
 from hf_diloco.errors import ConfigError, ExchangeError, UnsupportedError
+from hf_diloco.optimizers import check_freeze_step
 from hf_diloco.optimizers.onebit.all_reduce import OneBitAllReduce, rank_in
 
 logger = logging.getLogger("hf_diloco")
@@ -84,11 +85,7 @@ class OneBitOptimizer(Optimizer):
         freeze_unseen: bool,
         process_group: dist.ProcessGroup | None,
     ) -> None:
-        if freeze_step is not None and freeze_step < 2:
-            raise ConfigError(
-                f"freeze_step={freeze_step}: the second moments need a warm-up of 2 steps or more; use about 30 % of "
-                "all steps, or null for no compression"
-            )
+        check_freeze_step(freeze_step)
         for name in ("lr", "eps", "weight_decay"):
             _check_range(name, defaults[name])
         for number, beta in enumerate(defaults["betas"], 1):
@@ -155,9 +152,9 @@ class OneBitOptimizer(Optimizer):
 
     # Methods override these
 
-    @abstractmethod
     def _new_state(self, parameter: torch.nn.Parameter) -> State:
         """Returns the initial state of a tensor, without its moments."""
+        return {}
 
     @abstractmethod
     def _update_in_warm_up(self, tensor: Tensor) -> None:

@@ -39,8 +39,6 @@ def make_onebit(name: str, model: torch.nn.Module, args: TrainingArguments, **se
 
     Args:
         name: a name in `METHODS`.
-        model: the model to train.
-        args: the Trainer's.
         **settings: the method's own.
 
     Raises:
