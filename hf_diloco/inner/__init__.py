@@ -18,7 +18,6 @@ def open_shards(model: nn.Module, optimizer: Any, num_ranks: int = 1) -> Shards:
     Args:
         model: the raw module, not a DDP or DeepSpeed wrapper.
         optimizer: the model's optimizer: torch's, DeepSpeed's, or Accelerate's wrapper around either.
-        num_ranks: ranks of the island.
 
     Raises:
         UnsupportedError: the outer loop does not support this pair; the message gives the reason and the remedy.

@@ -30,7 +30,6 @@ class InnerOptimizer:
 
     Attributes:
         kind: name of its class.
-        groups: as above.
         rates: the learning rate of each parameter group at the last step; before the first step, the current one.
     """
 
@@ -308,10 +307,6 @@ class BufferShards(Shards):
 
     For every tensor of masters, be it a parameter, a partition or a sub-group, the optimizer's state has a tensor of
     the same shape. So a segment has the same offset in both.
-
-    Args:
-        shards: the masters.
-        name: of the buffer in the optimizer's state.
     """
 
     def __init__(self, shards: Shards, name: str) -> None:

@@ -52,10 +52,6 @@ def saved_kind(checkpoint: Path) -> SavedKind:
 def load_engine(engine: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
     """Does `DeepSpeedEngine.load_checkpoint`, of a checkpoint of any number of ranks. Collective over the ranks.
 
-    Args:
-        engine: the DeepSpeedEngine.
-        load_dir, tag, **kwargs: see `DeepSpeedEngine.load_checkpoint`.
-
     Raises:
         CheckpointError: the checkpoint is of another ZeRO stage, or cannot be converted.
     """
@@ -72,11 +68,7 @@ def load_engine(engine: Any, load_dir: str, tag: str | None = None, **kwargs: An
 
 
 def count_ranks(folder: Path) -> int:
-    """Returns the number of ranks that wrote a ZeRO checkpoint, from the files on this machine; 0 if not sharded.
-
-    Args:
-        folder: DeepSpeed's folder, `checkpoint-N/global_stepN`.
-    """
+    """Returns the number of ranks that wrote a ZeRO checkpoint, from the files on this machine; 0 if not sharded."""
     parts = [int(match[1]) for path in folder.glob("*") if (match := _PART.fullmatch(path.name))]
     return max(parts, default=-1) + 1
 
@@ -91,7 +83,7 @@ def check_stage(folder: Path, stage: int, is_cut: bool, ranks: IslandGroup) -> N
         folder: DeepSpeed's folder, `checkpoint-N/global_stepN`.
         stage: the ZeRO stage in which the island trains now.
         is_cut: whether the optimizer's state is sharded now.
-        ranks: of the island; each may see only some of the files.
+        ranks: each may see only some of the files.
 
     Raises:
         CheckpointError: the stages do not match, so DeepSpeed would not find its files.
@@ -153,11 +145,7 @@ def _delete(universal: Path) -> None:
 
 
 def _convert(folder: Path, universal: Path, written_by: int, num_ranks: int) -> None:
-    """Runs DeepSpeed's converter.
-
-    Raises:
-        CheckpointError: files of other machines are missing, or the conversion fails.
-    """
+    """Runs DeepSpeed's converter; raises `CheckpointError` if it fails, or files of other machines are missing."""
     from deepspeed.checkpoint import ds_to_universal
 
     what = f"{folder} was written by {written_by} ranks, and this island has {num_ranks}"

@@ -18,10 +18,8 @@ NUM_FIRST = 16
 def frozen_weights(model: nn.Module) -> dict[str, str]:
     """Returns a digest of the first values of each large frozen parameter.
 
-    On the first rank of an island it does not depend on how the island shards the parameters.
-
-    Args:
-        model: the raw module; under DeepSpeed and FSDP2, after its parameters have been sharded.
+    On the first rank of an island it does not depend on how the island shards the parameters. Under DeepSpeed and
+    FSDP2, call it after they have been sharded.
 
     Returns:
         The digest, keyed by the dtypes of the parameters: digests are comparable only for equal dtypes. Empty if no

@@ -174,11 +174,7 @@ def _refuse_unreadable(name: str, parameter: torch.Tensor, is_in_fsdp_module: bo
 
 
 def refuse_unsharded(num_ranks: int) -> None:
-    """Raises `UnsupportedError` if FSDP was requested, but Accelerate did not shard the model.
-
-    Args:
-        num_ranks: ranks of the island; a single one has nothing to shard.
-    """
+    """Raises `UnsupportedError` if FSDP was requested for several ranks, but Accelerate did not shard the model."""
     if num_ranks > 1 and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         raise UnsupportedError(
             "FSDP was asked for (fsdp of TrainingArguments, Accelerate's plugin, or ACCELERATE_USE_FSDP), but the "

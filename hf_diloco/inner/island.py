@@ -125,7 +125,6 @@ class IslandGroup:
         """Runs `call` on the leader and returns its result on every rank.
 
         Args:
-            call: called on the leader only.
             kind: type of the result, for pydantic to convert it to JSON and back; default: it is JSON-able.
 
         Raises:
@@ -151,26 +150,18 @@ class IslandGroup:
         """Runs `call` on every rank and returns its result there.
 
         Raises:
-            DiLoCoError: a rank raised one; see `all_or_none`.
+            DiLoCoError: the error of the first rank that raised one, on every rank: the island's next action depends
+                on its type.
         """
-        result, failure = None, None
+        result, error = None, None
         try:
             result = call()
-        except DiLoCoError as error:
-            failure = error
-        self.all_or_none(failure)
+        except DiLoCoError as own:
+            error = own
+        for rank, failure in enumerate(self.gather(_dump_error(error) if error else None)):
+            if failure:
+                raise error if error and rank == self.rank else _load_error(failure)
         return cast(T, result)
-
-    def all_or_none(self, error: DiLoCoError | None) -> None:
-        """Raises, on every rank, the error of the first rank that has one; returns if no rank has one.
-
-        All ranks raise the same error, even if several have different ones: the island's next action depends on its
-        type.
-        """
-        failures = self.gather(_dump_error(error) if error else None)
-        first = next((rank for rank, failure in enumerate(failures) if failure), None)
-        if first is not None:
-            raise error if error and first == self.rank else _load_error(failures[first])
 
 
 @cache

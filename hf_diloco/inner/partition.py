@@ -107,13 +107,10 @@ class LanePartition(Partition):
     """Cuts the canonical index space into `num_lanes` equal lanes; lane l belongs to rank `l * ranks // num_lanes`.
 
     Args:
-        shards: this rank's master weights.
-        island: the ranks of the island.
         num_lanes: equal on all islands, and at least the number of ranks of the largest island.
         block_values: lanes begin at multiples of it, so that no block of a codec spans two lanes.
 
     Attributes:
-        shards: this rank's master weights.
         windows: parts of the ranks' vectors that are swapped one after the other, to bound memory.
     """
 
@@ -220,10 +217,7 @@ def to_model_intervals(partition: Partition, fragment: Shards, model: Shards) ->
 def runs_of(partition: Partition, shards: Shards, label: Mapping[str, int]) -> list[tuple[int, int, int]]:
     """Splits a rank's vector into runs of parameters with the same label; returns (begin, end, label) in order.
 
-    Args:
-        partition: this rank's part.
-        shards: the partitioned shards.
-        label: of each parameter, by name; 0 for a parameter without one.
+    `label` is by parameter name; 0 for those without.
     """
     found: list[tuple[int, int, int]] = []
     place = 0

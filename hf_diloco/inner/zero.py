@@ -37,11 +37,7 @@ def is_deepspeed(optimizer: Any) -> bool:
 
 
 def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
-    """Returns the master weights of a DeepSpeed optimizer.
-
-    Raises:
-        UnsupportedError: this package cannot read the layout; the message gives the reason.
-    """
+    """Returns the master weights of a DeepSpeed optimizer; raises `UnsupportedError` if their layout is unknown."""
     _warn_if_untested()
     _refuse_unreachable_masters(optimizer)
     # By exact type: subclasses in DeepSpeed (ZenFlow, SuperOffload) update their masters at other times.
@@ -58,11 +54,7 @@ def open_deepspeed(model: nn.Module, optimizer: Any) -> Shards:
 
 
 def refuse_left_out(num_ranks: int) -> None:
-    """Raises `UnsupportedError` if DeepSpeed was requested, but Accelerate left it out.
-
-    Args:
-        num_ranks: ranks of the island; a single one has nothing to shard.
-    """
+    """Raises `UnsupportedError` if DeepSpeed was requested for several ranks, but Accelerate left it out."""
     requested = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true")
     in_use = PartialState._shared_state.get("distributed_type") is DistributedType.DEEPSPEED
     if num_ranks > 1 and requested and not in_use:
