@@ -74,16 +74,9 @@ class _DeepSpeedShards(Shards):
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._names: dict[Any, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-        self.sizes = {
-            name: int(getattr(parameter, "ds_numel", parameter.numel()))
-            for parameter, name in self._names.items()
-            if parameter.requires_grad
-        }
-        self.shapes = {
-            name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-            for parameter, name in self._names.items()
-            if name in self.sizes
-        }
+        trained = {name: parameter for parameter, name in self._names.items() if parameter.requires_grad}
+        self.sizes = {name: int(getattr(one, "ds_numel", one.numel())) for name, one in trained.items()}
+        self.shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in trained.items()}
         numbered = {self._names[parameter]: number for number, group in self._groups() for parameter in group}
         self.inner = InnerOptimizer(optimizer.optimizer, numbered)
 
