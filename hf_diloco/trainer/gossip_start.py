@@ -70,14 +70,10 @@ def check_gossip(config: GossipConfig) -> Topology:
             raise ConfigError(f"options.{said}") from None
         raise
     if config.payload != "fp32":
-        _check_payload(config.payload, topology, optimizer)
+        if optimizer.refuses_payload:
+            raise ConfigError(f"payload={config.payload}: {optimizer.name} {optimizer.refuses_payload}")
+        check_static(topology, config.payload)
     return topology
-
-
-def _check_payload(payload: str, topology: Topology, optimizer: GossipOptimizer) -> None:
-    if optimizer.refuses_payload:
-        raise ConfigError(f"payload={payload}: {optimizer.name} {optimizer.refuses_payload}")
-    check_static(topology, payload)
 
 
 @dataclass(eq=False)
