@@ -249,19 +249,18 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         self._stop.uninstall()
         self._checkpoints = None
 
+    def _warn_if_short(self, state: TrainerState) -> None:
+        """Warns if its data or another callback ended training early: the other islands do not know of it."""
+        if state.global_step < state.max_steps:
+            logger.warning(
+                "training ended after %d of %d steps: another callback ended it, or the data did, on this %s alone. "
+                "To end all %ss early, call stop() of this callback on each",
+                state.global_step,
+                state.max_steps,
+                self._noun,
+                self._noun,
+            )
+
     def _need_record(self) -> R:
         assert self._record is not None, "on_train_begin has not run"
         return self._record
-
-
-def warn_if_short(state: TrainerState, unit: str) -> None:
-    """Warns if training ended early because of its data or another callback: the other islands do not know of it."""
-    if state.global_step < state.max_steps:
-        logger.warning(
-            "training ended after %d of %d steps: another callback ended it, or the data did, on this %s alone. To "
-            "end all %ss early, call stop() of this callback on each",
-            state.global_step,
-            state.max_steps,
-            unit,
-            unit,
-        )

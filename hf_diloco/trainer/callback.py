@@ -43,7 +43,7 @@ from hf_diloco.trainer.arguments import (
     path_given,
     tokens_per_step,
 )
-from hf_diloco.trainer.base import RunCallback, warn_if_short
+from hf_diloco.trainer.base import RunCallback
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
@@ -224,7 +224,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if not (self._failure or self.stopped):
             self._bring_last_steps(state, control)
         self._end()
-        if not self._outer.on_boundary and not (self._failure or self.stopped):
+        took_all = not (self._failure or self.stopped)
+        if took_all and not self._outer.on_boundary:
             steps, every = self._outer.steps, self.config.sync_every
             logger.warning(
                 "training ended %s after the last synchronisation: the model holds this island's own weights, "
@@ -234,11 +235,10 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
                 if steps < every
                 else "Rounds were missed: resume this island from its last checkpoint, when the others are there",
             )
-        if not (self._failure or self.stopped or self._need_session().is_over):
-            warn_if_short(state, "island")
+        if took_all and not self._need_session().is_over:
+            self._warn_if_short(state)
         self._need_record().end(state.global_step, self._outer, run_is_over=self._need_session().is_over)
-        has_failed = self._failure is not None
-        self._need_session().leave(finished=not (has_failed or self.stopped), failed=has_failed)
+        self._need_session().leave(finished=took_all, failed=self._failure is not None)
         if self._failure and find_trainer() is None:
             raise self._failure
 

@@ -42,7 +42,7 @@ from hf_diloco.trainer.arguments import (
     is_of_training,
     name_evaluated,
 )
-from hf_diloco.trainer.base import RunCallback, warn_if_short
+from hf_diloco.trainer.base import RunCallback
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, CommonSteps, check_gossip
 from hf_diloco.trainer.record import NodeRecord
@@ -314,7 +314,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         """Ends the record; the nodes stay together, for an evaluation of their mean."""
         self._end()
         if not self.stopped:
-            warn_if_short(state, "node")
+            self._warn_if_short(state)
         self._need_record().end(state.global_step)
         self.node.set_phase("left" if self.stopped else "finished")
 
