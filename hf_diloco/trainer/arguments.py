@@ -1,4 +1,4 @@
-"""Checks of the arguments of the Trainer and `OuterLoop`, and the facts about an island that follow from them."""
+"""Checks of the arguments of the Trainer and `OuterLoop`, and what follows from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
+from transformers import TrainerCallback, TrainingArguments
 
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.inner import refuse_foreign_optimizer, unwrap_optimizer
-from hf_diloco.membership.facts import Facts
 from hf_diloco.trainer.ignored_settings import warn_of_ignored
 from hf_diloco.trainer.refusals import follows_evaluations, is_schedule_free, refuse, refuse_uncounted
 
@@ -54,7 +51,7 @@ def check_arguments(
     ):
         if is_refused(type(made).__name__):
             given[setting] = type(made).__name__
-    refuse({**vars(args), **_of_callbacks(callbacks), **given}, "islands")
+    refuse({**vars(args), **callback_settings(callbacks), **given}, "islands")
     refuse_uncounted(config.weight_by, args.include_num_input_tokens_seen)
     check_ranks(args.world_size)
     warn_of_ignored(args.deepspeed_plugin)
@@ -82,89 +79,7 @@ def check_ranks(num_ranks: int) -> None:
         )
 
 
-def check_gossip_arguments(
-    args: TrainingArguments, payload: str = "fp32", callbacks: Iterable[TrainerCallback] = ()
-) -> None:
-    """Refuses settings that averaging between neighbours does not support.
-
-    Raises:
-        ConfigError: a setting of `REFUSALS` is used (the message names all); or the payload is not fp32, and nodes
-            might save after different steps; or ranks would train apart.
-    """
-    refuse({**vars(args), **_of_callbacks(callbacks)}, "nodes")
-    check_ranks(args.world_size)
-    if payload != "fp32" and args.save_strategy not in (SaveStrategy.STEPS, SaveStrategy.NO):
-        raise ConfigError(
-            f"save_strategy={SaveStrategy(args.save_strategy).value} with payload={payload}: all nodes must save "
-            "after the same steps, whatever their data and metrics; set it to steps"
-        )
-
-
-def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer: Trainer | None) -> bool | str:
-    """Checks `num_eval_examples` against the Trainer's evaluation data.
-
-    Returns:
-        Whether metrics are weighted by numbers of examples; with several data sets, their names in the Trainer's
-        order.
-
-    Raises:
-        ConfigError: the numbers do not match the Trainer's data sets, or are no numbers of examples.
-    """
-    if num_eval_examples is None:
-        return False
-    sizes = num_eval_examples.values() if isinstance(num_eval_examples, Mapping) else [num_eval_examples]
-    if not all(isinstance(size, Integral) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise ConfigError(f"num_eval_examples={num_eval_examples!r}: give whole numbers above 0")
-    evaluated = trainer.eval_dataset if trainer is not None else None
-    names = list(evaluated) if isinstance(evaluated, dict) else None
-    given = sorted(num_eval_examples) if isinstance(num_eval_examples, Mapping) else None
-    if evaluated is not None and given != (names and sorted(names)):
-        what = f"a number for each of {', '.join(names)}, by name" if names else "one number, of the one data set"
-        raise ConfigError(f"num_eval_examples={num_eval_examples!r}: give {what} that the Trainer evaluates")
-    return ", ".join(names) if names else True
-
-
-def eval_size(num_eval_examples: int | Mapping[str, int], name: str | None) -> int:
-    """Returns the number of examples of the evaluated data set; `name` as `name_evaluated` returns it."""
-    if not isinstance(num_eval_examples, Mapping):
-        return num_eval_examples
-    if (known := (name or "").removesuffix("_")) in num_eval_examples:
-        return num_eval_examples[known]
-    raise ConfigError(f"num_eval_examples={num_eval_examples!r} does not say how large {known!r} is: add it")
-
-
-def gossip_facts(
-    payload: str,
-    evaluates_with_others: bool,
-    args: TrainingArguments,
-    state: TrainerState,
-    loader: Any,
-    weighed: bool | str = False,
-) -> Facts:
-    """Returns facts about joint actions that must be equal on all nodes, by their names in error messages.
-
-    Args:
-        evaluates_with_others: whether an evaluation takes a mean over all nodes, of their weights or their metrics.
-        loader: of the training data.
-        weighed: result of `check_eval_sizes`.
-    """
-    facts: dict[str, str | bool] = {"num_eval_examples is given": weighed}
-    if payload != "fp32":  # all nodes must rekey at the same steps
-        facts["when checkpoints are saved"] = f"{args.save_strategy}, every {state.save_steps} steps"
-    if evaluates_with_others:
-        when = "never"
-        if args.eval_strategy == IntervalStrategy.STEPS:
-            when = f"every {state.eval_steps} steps, after {args.eval_delay:g}"
-        elif args.eval_strategy == IntervalStrategy.EPOCH:
-            num_batches = len(loader) if has_length(loader) else "some"
-            when = f"after epochs of {num_batches} batches, {args.gradient_accumulation_steps} a step"
-        if args.eval_on_start:
-            when += ", and at the start"
-        facts["when nodes evaluate (each by itself: eval_weights=local, without num_eval_examples)"] = when
-    return facts
-
-
-def _of_callbacks(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
+def callback_settings(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
     """Returns the values of the callback settings in `REFUSALS`."""
     names = [kind.__name__ for callback in callbacks for kind in type(callback).__mro__]
     ours = [name for name in names if name in ("DiLoCoCallback", "GossipCallback")]

@@ -31,20 +31,23 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.trainer.arguments import (
-    check_eval_sizes,
-    check_gossip_arguments,
     decayed_groups,
-    eval_size,
     examples_per_step,
     floats,
     folder_of,
-    gossip_facts,
     is_of_training,
     name_evaluated,
 )
 from hf_diloco.trainer.base import RunCallback
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
-from hf_diloco.trainer.gossip_start import Beginning, CommonSteps, check_gossip
+from hf_diloco.trainer.gossip_start import Beginning, check_gossip
+from hf_diloco.trainer.gossip_steps import (
+    CommonSteps,
+    check_eval_sizes,
+    check_gossip_arguments,
+    eval_size,
+    gossip_facts,
+)
 from hf_diloco.trainer.record import NodeRecord
 from hf_diloco.trainer.saving import replaced
 from hf_diloco.trainer.views import MeanView

@@ -43,7 +43,7 @@ from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerState
 
     from hf_diloco.gossip.node import NodeNeighbours
     from hf_diloco.inner.island import IslandGroup
@@ -268,47 +268,6 @@ class Beginning:
         self.life = str(records[0].get("life", "")) if records else ""
         steps = [whole_number(record, "step", record["node"]) for record in records]
         self.passed = max(steps) if len(set(steps)) > 1 else 0
-
-
-class CommonSteps:
-    """Makes a node evaluate and save after the same steps as the others, even if it started apart from them.
-
-    A node that has entered is at another position in its data, so its epochs end after other steps. It does the work
-    due at epoch ends at the steps at which the others' epochs end.
-
-    Args:
-        loader: of the training data.
-        with_others: whether an evaluation takes a mean over all nodes.
-        evaluates_at_end: whether to evaluate after the last step, whatever `args` say.
-        passed: the step up to which other nodes have already evaluated: they join no mean of these steps.
-    """
-
-    def __init__(
-        self, args: TrainingArguments, loader: Any, with_others: bool, evaluates_at_end: bool, passed: int
-    ) -> None:
-        from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
-
-        counts_epochs = has_length(loader)
-        self._saves = counts_epochs and args.save_strategy == SaveStrategy.EPOCH
-        self._evaluates = counts_epochs and with_others and args.eval_strategy == IntervalStrategy.EPOCH
-        self._steps_per_epoch = max(1, -(-len(loader) // args.gradient_accumulation_steps)) if counts_epochs else 0
-        self._eval_delay = args.eval_delay
-        self._evaluates_at_end = evaluates_at_end
-        self._passed = passed if with_others else 0
-
-    def end_step(self, state: TrainerState, control: TrainerControl) -> None:
-        """Decides whether to save and evaluate after a step."""
-        step, is_last = state.global_step, state.global_step >= state.max_steps
-        if (self._saves or self._evaluates) and (is_last or step % self._steps_per_epoch == 0):
-            control.should_save |= self._saves
-            control.should_evaluate |= self._evaluates and self._eval_delay <= step / self._steps_per_epoch
-        control.should_evaluate |= is_last and self._evaluates_at_end
-        control.should_evaluate &= step > self._passed
-
-    def end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
-        """Cancels saves and evaluations at the end of this node's own epochs; called before other callbacks ask."""
-        control.should_save &= not self._saves
-        control.should_evaluate &= not self._evaluates and state.global_step > self._passed
 
 
 def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.Module) -> Facts:

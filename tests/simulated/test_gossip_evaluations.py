@@ -26,8 +26,8 @@ from hf_diloco.membership.facts import Facts, compare_facts
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import PeriodicTopology, make_topology
 from hf_diloco.report.progress import read_progress
-from hf_diloco.trainer.arguments import gossip_facts
 from hf_diloco.trainer.gossip_start import make_fingerprint
+from hf_diloco.trainer.gossip_steps import gossip_facts
 from hf_diloco.trainer.views import MeanView
 from hf_diloco.transport.base import Traffic
 from tests.islands import run_islands

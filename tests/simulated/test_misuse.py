@@ -28,7 +28,8 @@ from hf_diloco import (
     OuterLoop,
 )
 from hf_diloco.errors import CheckpointError, ConfigError, FingerprintError, IslandLostError, UnsupportedError
-from hf_diloco.trainer.arguments import check_arguments, check_eval_sizes, check_gossip_arguments
+from hf_diloco.trainer.arguments import check_arguments
+from hf_diloco.trainer.gossip_steps import check_eval_sizes, check_gossip_arguments
 from hf_diloco.trainer.refusals import REFUSALS
 from tests.islands import try_islands
 from tests.programs.trainer_island import Tokens, make_model

@@ -18,7 +18,8 @@ from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.errors import ConfigError
-from hf_diloco.trainer.arguments import check_arguments, check_gossip_arguments
+from hf_diloco.trainer.arguments import check_arguments
+from hf_diloco.trainer.gossip_steps import check_gossip_arguments
 from hf_diloco.trainer.refusals import REFUSALS, Refusal, Where, refuse
 from tests.processes import ROOT
 from tests.trainers import make_trainer
