@@ -22,7 +22,7 @@ The memory of model states is what DeepSpeed's own estimators say for ZeRO-2 and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -126,7 +126,7 @@ class Exchange:
 def ring_all_reduce(num_bytes: float, num_islands: int, link: Link) -> Exchange:
     """A ring all-reduce of gradients, with one rank per island: 2 (M-1) successive stages."""
     sent = 2 * (num_islands - 1) / num_islands * num_bytes
-    steady = Link(link.bits_per_second, link.rtt, link.connections, restarts=False)
+    steady = replace(link, restarts=False)
     return Exchange(sent, sent, steady.seconds(sent), (num_islands - 1) * link.rtt)
 
 

@@ -186,7 +186,6 @@ class RunFilesCallback(TrainerCallback):
         return self._was_stopped is not None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Reports that training begins."""
         self._is_training = True
         self._speed.restart()
         self._update(state, state="training", message="", max_steps=state.max_steps)  # a script may train again
@@ -207,17 +206,14 @@ class RunFilesCallback(TrainerCallback):
         self._update(state, state=now, tokens_per_second=rate)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Reports the loss."""
         logs = kwargs.get("logs") or {}
         if "loss" in logs:
             self._update(state, loss=float(logs["loss"]))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Reports that an evaluation has ended."""
         self._resume(state, "saving" if control.should_save else "training")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Reports that a checkpoint has been saved."""
         self._resume(state, "training")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -91,7 +91,6 @@ class Record:
         self._append(self._path)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -180,14 +179,7 @@ class IslandRecord(Record):
         self._sums = dict.fromkeys(names, 0.0)
         self._for_trackers: dict[str, float] = {}
 
-    def start(
-        self,
-        step: int,
-        session: BaseSession,
-        shards: Shards,
-        examples: int | None,
-        resumed: bool,
-    ) -> None:
+    def start(self, step: int, session: BaseSession, shards: Shards, examples: int | None, resumed: bool) -> None:
         """Appends the `start` event, when the island has joined; `examples`: per step, None if unknown."""
         config, size = session.config, session.island.size
         self.write(

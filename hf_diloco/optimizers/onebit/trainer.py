@@ -71,11 +71,7 @@ class OneBitCallback(TrainerCallback):
         ConfigError: there is no such `warmup_payload`.
     """
 
-    def __init__(
-        self,
-        optimizer: OneBitOptimizer,
-        warmup_payload: Literal["fp32", "fp16"] = "fp32",
-    ) -> None:
+    def __init__(self, optimizer: OneBitOptimizer, warmup_payload: Literal["fp32", "fp16"] = "fp32") -> None:
         if not isinstance(optimizer, OneBitOptimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: give the Trainer's OneBitAdam or OneBitLamb")
         if warmup_payload not in _WARMUPS:
@@ -117,7 +113,7 @@ class OneBitCallback(TrainerCallback):
         self._bytes_told, self._bytes_before = self.optimizer.bytes_sent, 0
         logs["onebit/bytes_sent"] = since
         if state.log_history:
-            state.log_history[-1]["onebit/bytes_sent"] = logs["onebit/bytes_sent"]
+            state.log_history[-1]["onebit/bytes_sent"] = since
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes this rank's errors to the Trainer's checkpoint."""
