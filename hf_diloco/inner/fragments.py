@@ -40,18 +40,18 @@ def cut_into_fragments(
         num_fragments: P; with 1 the whole model is one fragment, whatever its structure.
         order: "strided", as in the paper: block l belongs to fragment l mod P; or "sequential": runs of successive
             blocks with about as many elements each. Blocks of several stacks (encoder, decoder) share one numbering.
-        patterns: regular expressions, one per fragment, used instead of blocks and order: a parameter belongs to the
+        patterns: `num_fragments` regular expressions, used instead of blocks and order: a parameter belongs to the
             first pattern that `re.search` finds in its name.
 
     Returns:
         The names in each fragment, in the model's order. Each name is in one fragment; no fragment is empty.
 
     Raises:
-        ConfigError: there are too few blocks; or the patterns are invalid, not one per fragment, or leave a gap. The
-            message names the block count or the pattern.
+        ConfigError: there are too few blocks; or the patterns are invalid or leave a gap. The message names the block
+            count or the pattern.
     """
     if patterns:
-        return _cut_by_patterns(sizes, num_fragments, patterns)
+        return _cut_by_patterns(sizes, patterns)
     if num_fragments == 1:
         return [list(sizes)]
     units = {name: _unit_of(name) for name in sizes}
@@ -143,9 +143,7 @@ def _cut_into_runs(weights: Sequence[int], num_runs: int) -> list[int]:
     return [bisect_right(starts, block) - 1 for block in range(len(weights))]
 
 
-def _cut_by_patterns(sizes: Mapping[str, int], num_fragments: int, patterns: Sequence[str]) -> list[list[str]]:
-    if num_fragments != len(patterns):
-        raise ConfigError(f"num_fragments={num_fragments} but fragment_patterns={list(patterns)}: give one each")
+def _cut_by_patterns(sizes: Mapping[str, int], patterns: Sequence[str]) -> list[list[str]]:
     compiled = [compile_pattern("fragment_patterns", pattern) for pattern in patterns]
     fragments: list[list[str]] = [[] for _ in patterns]
     for name in sizes:

@@ -322,20 +322,18 @@ def test_patterns_need_no_blocks_and_one_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_fragments", "patterns", "message"),
+    ("patterns", "message"),
     [
-        pytest.param(3, ["h", "."], "num_fragments=3 but fragment_patterns=['h', '.']: give one each", id="too few"),
-        pytest.param(1, ["h", "."], "num_fragments=1 but fragment_patterns=['h', '.']: give one each", id="too many"),
-        pytest.param(2, ["e", "["], "'[' is no regular expression (unterminated character set", id="invalid"),
-        pytest.param(2, ["e", "a{9999999999}"], "'a{9999999999}' is no regular expression", id="overflow"),
-        pytest.param(2, ["embed", r"h\.0"], "none matches h.1.attn.w; widen one", id="gap"),
-        pytest.param(2, [".", "lm_head"], "'lm_head' matches nothing that those before it leave", id="unused"),
-        pytest.param(2, [".", "mlp"], "'mlp' matches nothing that those before it leave; correct it", id="hidden"),
+        pytest.param(["e", "["], "'[' is no regular expression (unterminated character set", id="invalid"),
+        pytest.param(["e", "a{9999999999}"], "'a{9999999999}' is no regular expression", id="overflow"),
+        pytest.param(["embed", r"h\.0"], "none matches h.1.attn.w; widen one", id="gap"),
+        pytest.param([".", "lm_head"], "'lm_head' matches nothing that those before it leave", id="unused"),
+        pytest.param([".", "mlp"], "'mlp' matches nothing that those before it leave; correct it", id="hidden"),
     ],
 )
-def test_wrong_patterns(num_fragments: int, patterns: list[str], message: str) -> None:
+def test_wrong_patterns(patterns: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        cut_into_fragments(LLAMA_LIKE, num_fragments, "strided", patterns)
+        cut_into_fragments(LLAMA_LIKE, len(patterns), "strided", patterns)
 
 
 def test_description() -> None:
