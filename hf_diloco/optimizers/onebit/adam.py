@@ -20,14 +20,9 @@ class OneBitAdam(OneBitOptimizer):
     """1-bit Adam; see the module for its equations, and `OneBitOptimizer` for stages, masks and the exchange.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
+        params, lr, betas, eps, weight_decay: as of AdamW.
         freeze_step: steps of the warm-up; None: all steps, which is AdamW (with `bias_correction`).
-        betas: decays of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: wd.
-        bias_correction: see `OneBitOptimizer`.
-        process_group: the ranks.
+        bias_correction, process_group: see `OneBitOptimizer`.
     """
 
     def __init__(

@@ -38,19 +38,14 @@ class OneBitLamb(OneBitOptimizer):
         ddp.register_comm_hook(optimizer, average_gradients)
 
     Args:
-        params: parameters or groups.
-        lr: learning rate; required, like `freeze_step`.
+        params, lr, betas, eps, weight_decay: as of AdamW.
         freeze_step: steps of the warm-up; None: all steps, which is plain LAMB.
-        betas: decays of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: wd.
         min_coeff, max_coeff: limits of the trust ratio c.
         coeff_beta: b3. 1 / (1 - b3) should be well below `freeze_step`.
         factor_min, factor_max: limits of the factor f.
         factor_threshold: the largest relative change of f in a step.
-        bias_correction: see `OneBitOptimizer`; off by default, as in the authors' code.
+        bias_correction, process_group: see `OneBitOptimizer`; no correction by default, as in the authors' code.
         match_deepspeed: use c_frozen as DeepSpeed does, and do not freeze values that had no gradient in the warm-up.
-        process_group: the ranks.
     """
 
     def __init__(
