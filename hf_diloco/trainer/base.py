@@ -217,7 +217,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         tokens = tokens_per_step(self._facts, examples)
         unit = "examples" if tokens is None else "tokens"
         progress = Progress(
-            folder,
+            folder if trainer.state.is_world_process_zero else None,
             trainer.state.max_steps,
             unit=unit,
             record=folder_of(args),

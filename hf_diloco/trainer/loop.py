@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate import Accelerator
 
@@ -26,7 +26,7 @@ from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import check_count, check_prepared, check_weight, path_given, settings_of
 from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
-from hf_diloco.trainer.progress import LoopProgress, Speed
+from hf_diloco.trainer.progress import Progress, Speed, launchers_folder
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.refusals import refuse
 from hf_diloco.trainer.saving import save_accelerator
@@ -70,6 +70,9 @@ class OuterLoop(HasOuterWeights):
         stopped: whether the loop ends early on request; see `should_stop`.
     """
 
+    _shown: ClassVar[Progress | None] = None
+    """What the launcher shows: of several loops, the one entered first."""
+
     NOT_BEGUN = "OuterLoop is a context manager: use it as `with OuterLoop(...) as outer:`"
 
     def __init__(
@@ -107,7 +110,7 @@ class OuterLoop(HasOuterWeights):
         self._heeds_stop = self._has_failed_together = False
         self._checkpoints: CheckpointFolder | None = None  # once the `with` block has begun
         self._record = IslandRecord(None)
-        self._progress = LoopProgress()
+        self._progress = Progress(None, 0)
         self._speed = Speed()
         self._seen = 0.0  # examples or tokens since the last optimizer step, for `weight_by`
 
@@ -194,12 +197,8 @@ class OuterLoop(HasOuterWeights):
         self._stop.uninstall(waits=not is_alone)
         self._record.close()
         self._show_end(state="failed", message=str(error) or type(error).__name__)
-        if session.has_left:
-            return
-        if is_alone:
-            session.hang_up()
-        else:
-            session.abandon()
+        if not session.has_left:
+            session.hang_up() if is_alone else session.abandon()
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
@@ -261,7 +260,6 @@ class OuterLoop(HasOuterWeights):
 
     @property
     def _has_taken_all(self) -> bool:
-        """Whether all `num_steps` steps are taken."""
         return self.global_step == self._num_steps
 
     def should_stop(self) -> bool:
@@ -277,7 +275,7 @@ class OuterLoop(HasOuterWeights):
         if not self._heeds_stop:
             self._heeds_stop = True
             self._stop.install(session.island)
-            self._progress.allow_stop()
+            (OuterLoop._shown or self._progress).update(can_stop=True)  # whichever of its loops a script asks
         if self._accelerator.sync_gradients and self._stop.agreed() and not self._has_taken_all:
             self.stopped = True
         return self.stopped
@@ -330,9 +328,9 @@ class OuterLoop(HasOuterWeights):
         self._begin_save("save_checkpoint")
         checkpoint = self._checkpoints.path(self.global_step)
         self._checkpoints.begin(checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write))
-        is_whole = self._checkpoints.complete(checkpoint, self._write_outer, limit)
-        self._note_saved(checkpoint if is_whole else None)
-        return checkpoint if is_whole else None
+        saved = checkpoint if self._checkpoints.complete(checkpoint, self._write_outer, limit) else None
+        self._note_saved(saved)
+        return saved
 
     def _begin_save(self, call: str) -> None:
         if self._shows_outer:
@@ -376,14 +374,26 @@ class OuterLoop(HasOuterWeights):
 
     def _show_progress(self) -> None:
         """Opens the island's record, and reports the loop's progress to the launcher."""
-        unit = "steps" if self.config.weight_by == "uniform" else self.config.weight_by
-        steps, survives_losses = self._num_steps or 0, self.config.meets_in_store
-        self._record = IslandRecord(self._progress.start(steps, unit, self._output_dir, survives_losses))
+        folder = launchers_folder() if OuterLoop._shown is None else None
+        record = self._output_dir or folder
+        self._record = IslandRecord(record)
+        if folder is not None:
+            self._progress = OuterLoop._shown = Progress(
+                folder,
+                self._num_steps or 0,
+                unit="steps" if self.config.weight_by == "uniform" else self.config.weight_by,
+                record=record,
+                noun="island",
+                can_stop=False,
+                survives_losses=self.config.meets_in_store,
+            )
         self._speed.restart()
         self._update_progress(state="training")
 
     def _show_end(self, **values: Any) -> None:
-        self._progress.end(step=self.global_step, round=self.round, **values)
+        self._update_progress(**values)
+        if OuterLoop._shown is self._progress:
+            OuterLoop._shown = None
 
     def _update_progress(self, **values: Any) -> None:
         self._progress.update(step=self.global_step, round=self.round, **values)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -33,8 +33,7 @@ class Progress:
     """`progress.json` of one island, replaced atomically, at most four times per second while the state is the same.
 
     Args:
-        folder: the folder of the file.
-        enabled: whether to write the file.
+        folder: the folder of the file; None on ranks that do not write.
         unit: the unit of the speed, such as "tokens".
         record: the folder of the island's record, if different.
         noun: what to call the participant, if the launcher does not know: "island" or "node".
@@ -44,17 +43,15 @@ class Progress:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         max_steps: int,
-        enabled: bool = True,
         unit: str = "tokens",
         record: Path | None = None,
         noun: str = "",
         can_stop: bool = True,
         survives_losses: bool = False,
     ) -> None:
-        self._path = folder / PROGRESS_FILE
-        self._enabled = enabled
+        self._path = None if folder is None else folder / PROGRESS_FILE
         self._written = 0.0
         self._is_failing = False
         self._values: dict[str, Any] = {
@@ -75,61 +72,18 @@ class Progress:
 
     def update(self, **values: Any) -> None:
         """Updates some values. Changes of `state`, `message` and `can_stop` are written immediately."""
+        if self._path is None:
+            return
         values = redact(values)
         urgent = any(self._values[key] != values.get(key, self._values[key]) for key in _URGENT)
         self._values.update(values)
         now = time.monotonic()
-        if self._enabled and (urgent or now - self._written >= SECONDS_BETWEEN_WRITES):
+        if urgent or now - self._written >= SECONDS_BETWEEN_WRITES:
             self._written = now
             problem = try_write_json(self._path, self._values)
             if problem and not self._is_failing:
                 logger.warning("%s: training goes on, and what is shown of it is out of date", problem)
             self._is_failing = bool(problem)
-
-
-class LoopProgress:
-    """The progress of an `OuterLoop`. The launcher shows one at a time: of several loops, the one entered first."""
-
-    _shown: ClassVar[LoopProgress | None] = None
-
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
-
-    def start(self, max_steps: int, unit: str, output_dir: Path | None, survives_losses: bool) -> Path | None:
-        """Shows this loop, if the launcher started this process and shows no other; for the arguments see `Progress`.
-
-        Returns:
-            The folder of the loop's record: `output_dir`, or else the launcher's; None without one.
-        """
-        folder = launchers_folder() if LoopProgress._shown is None else None
-        record = output_dir or folder
-        if folder is not None:
-            LoopProgress._shown = self
-            self._progress = Progress(
-                folder,
-                max_steps,
-                unit=unit,
-                record=record,
-                noun="island",
-                can_stop=False,
-                survives_losses=survives_losses,
-            )
-        return record
-
-    def allow_stop(self) -> None:
-        """Tells the launcher that the script stops on request, whichever of its loops asks for that."""
-        (LoopProgress._shown or self).update(can_stop=True)
-
-    def update(self, **values: Any) -> None:
-        """Updates some values; see `Progress.update`."""
-        if self._progress is not None:
-            self._progress.update(**values)
-
-    def end(self, **values: Any) -> None:
-        """Updates the last values; another loop may be shown then."""
-        self.update(**values)
-        if LoopProgress._shown is self:
-            LoopProgress._shown = None
 
 
 class Speed:
@@ -228,5 +182,4 @@ class RunFilesCallback(TrainerCallback):
             self._update(state, state=now)
 
     def _update(self, state: TrainerState, /, **values: Any) -> None:
-        if state.is_world_process_zero:
-            self._progress.update(step=state.global_step, round=self._rounds(), **values)
+        self._progress.update(step=state.global_step, round=self._rounds(), **values)

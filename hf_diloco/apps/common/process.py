@@ -82,7 +82,7 @@ def prepared(run: BaseRun, unit: str = "tokens") -> Iterator[Progress]:
     check_training(run.training)
     if run.push_to_hub is not None and run.meeting.island == 0 and is_leader():
         check_login()
-    progress = Progress(run.island_folder(), run.max_steps, enabled=is_leader(), unit=unit)
+    progress = Progress(run.island_folder() if is_leader() else None, run.max_steps, unit=unit)
     if is_leader():
         _prepare_folder(run)
     try:
