@@ -48,7 +48,8 @@ class FastClock(Clock):
     after the other, and one that wakes another and then waits may be missed: only several looks in a row count. Time
     goes from alarm to alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
 
-    Use it in a `with` block; who still sleeps when that ends sleeps for ever.
+    Use it in a `with` block. At its end daemon threads that still sleep do so for ever. Others end, such as rounds that
+    a test leaves behind: they would keep the process from ending.
     """
 
     TICK, STEP = 0.001, 0.05
@@ -70,12 +71,23 @@ class FastClock(Clock):
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        with self._lock:
+            for alarm in self._alarms:
+                alarm[2].set()
 
     def now(self) -> float:
         return self._time
 
     def sleep(self, seconds: float) -> None:
-        self.alarm(seconds).wait()
+        self.wait(self.alarm(seconds))
+
+    def wait(self, bell: threading.Event) -> None:
+        """Waits for an alarm."""
+        bell.wait()
+        if self._ended.is_set():
+            if threading.current_thread().daemon:
+                threading.Event().wait()
+            raise SystemExit  # which ends a thread, and nothing else
 
     def event(self) -> threading.Event:
         return _Event(self)
@@ -85,6 +97,8 @@ class FastClock(Clock):
         bell = threading.Event()
         with self._lock:
             heapq.heappush(self._alarms, (self._time + seconds, next(self._numbers), bell))
+            if self._ended.is_set():
+                bell.set()
         return bell
 
     def _run(self) -> None:
@@ -121,7 +135,7 @@ class _Event(threading.Event):
         bell = self._clock.alarm(timeout)
         self._bells.append(bell)
         if not self.is_set():
-            bell.wait()
+            self._clock.wait(bell)
         self._bells.remove(bell)
         return self.is_set()
 
