@@ -269,17 +269,26 @@ class Quorum:
         return None
 
     def commit(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
-        """Votes for an average, and commits it if more than half of the voters agree.
+        """Votes for an average, and commits it if more than half of the voters agree; repeats the vote if the votes
+        contradict a commit of another average.
 
         Returns:
             The outcome that counts.
+
+        Raises:
+            IslandLostError: another average is committed, and too many votes are still missing.
         """
+        outcome = attempt.outcome or self._vote(attempt, mean)
+        voters = {offer.island for offer in attempt.offers}
+        while outcome.kind == "commit" and outcome.mean != mean:
+            if not self._voting.refuse_commit(attempt.path, voters, outcome.mean):
+                break
+            outcome = self._vote(attempt, mean)
+        return outcome
+
+    def _vote(self, attempt: Attempt, mean: Digest) -> OutcomeRecord:
         wait = self._notes.begin(self.rules.grace, f"round {attempt.round}, vote")
         return self._voting.vote(attempt.path, attempt.offers, mean, wait)
-
-    def refuse_commit(self, attempt: Attempt, mean: Digest) -> bool:
-        """See `Voting.refuse_commit`."""
-        return self._voting.refuse_commit(attempt.path, attempt.plan.islands if attempt.plan else (), mean)
 
     def abort(self, attempt: Attempt, offer: str, reason: str) -> OutcomeRecord:
         """Aborts an attempt because an offer's objects are unusable; returns the outcome that counts."""

@@ -257,15 +257,6 @@ class ElasticRounds(Rounds):
         if own.part is Part.SOME and (offer := planned.offer_by(self.config.island)):
             own.used = self.island.on_all(lambda: engine.values_of(offer))
 
-    def vote(self, planned: Attempt, digest: str) -> OutcomeRecord:
-        """See `Rounds.vote`; repeats the vote if the votes contradict a commit of another average."""
-        outcome = planned.outcome or super().vote(planned, digest)
-        while outcome.kind == "commit" and outcome.mean != digest:
-            if not self._refuses(planned, outcome.mean):
-                break
-            outcome = super().vote(planned, digest)
-        return outcome
-
     def apply_outcome(
         self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
     ) -> bool:
@@ -294,9 +285,6 @@ class ElasticRounds(Rounds):
         if self.island.is_leader:
             self.decider.remember(planned)
         return True
-
-    def _refuses(self, planned: Attempt, mean: str) -> bool:
-        return self.island.on_leader(lambda: self.decider.refuse_commit(planned, mean))
 
     @contextmanager
     def progress(self, planned: Attempt, own: Contribution) -> Iterator[None]:

@@ -265,7 +265,7 @@ class Rounds(ABC):
         if stats is None:
             return None
         with own.clock.counts("waiting"):
-            outcome = self.vote(planned, stats.digest)
+            outcome = self.island.on_leader(lambda: self.decider.commit(planned, stats.digest), OutcomeRecord)
         if not self.apply_outcome(planned, own, mean, stats.digest, outcome):
             return None
         weights = planned.participants
@@ -281,10 +281,6 @@ class Rounds(ABC):
         Returns:
             The measurements, with the digest of the whole average; None if the round needs another attempt.
         """
-
-    def vote(self, planned: Attempt, digest: str) -> OutcomeRecord:
-        """Votes for an average; returns the outcome."""
-        return self.island.on_leader(lambda: self.decider.commit(planned, digest), OutcomeRecord)
 
     @abstractmethod
     def apply_outcome(

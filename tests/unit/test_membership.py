@@ -544,11 +544,13 @@ def test_a_vote_that_is_damaged_is_not_taken_back(log: RunLog, process: Process)
 def test_a_commit_is_not_judged_before_most_have_voted(log: RunLog, process: Process) -> None:
     quorum = Quorum(process(0), Rules(), clock=StillClock())
     attempt = replace(quorum.convene(Attempt(1, 0), offer_of(0)), offers=(offer_of(0),))
+    other = OutcomeRecord(by=0, kind="commit", mean="cd")
     with pytest.raises(IslandLostError, match=r"rounds/00000001/00 is committed, but most .* have yet to vote"):
-        quorum.refuse_commit(attempt, "cd")
+        quorum.commit(replace(attempt, outcome=other), "ab")
     assert quorum.commit(attempt, "ab").mean == "ab"
-    assert quorum.refuse_commit(attempt, "cd")
-    assert not quorum.refuse_commit(attempt, "ab")
+    assert quorum.commit(replace(attempt, outcome=other), "ab").mean == "ab", "which others cannot have committed"
+    agreed = OutcomeRecord(by=0, kind="commit", mean="ab")
+    assert quorum.commit(replace(attempt, outcome=agreed), "cd") == agreed
 
 
 # Beginning a run
