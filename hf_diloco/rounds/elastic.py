@@ -39,7 +39,7 @@ from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.joining import Joining, Pace
 from hf_diloco.rounds.measures import SyncReport
-from hf_diloco.rounds.round import Contribution, RoundPassed, SyncClock
+from hf_diloco.rounds.round import RoundPassed, SyncClock
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.rounds.snapshots import Snapshots
 from hf_diloco.sealing.stored import BlockSeal
@@ -79,7 +79,6 @@ class ElasticSession(BaseSession):
 
     Attributes:
         store: where the islands meet.
-        rounds: offers and carries out rounds; this and the next attribute are set by `join`.
     """
 
     rounds: ElasticRounds
@@ -281,12 +280,6 @@ class ElasticSession(BaseSession):
         return MissedRoundError(
             f"round {self.outer.round + 1} is missed, and due again after {self.outer.steps_left} more steps: {error}"
         )
-
-    def _carry_out(self, own: Contribution) -> SyncReport:
-        self.rounds.rescue_average()
-        report = self.rounds.carry_out(own)
-        self.rounds.archive.write_snapshot_if_due()
-        return report
 
     def _take_rounds(self) -> SyncReport:
         clock = SyncClock(self._background.last_end)

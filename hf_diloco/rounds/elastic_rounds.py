@@ -157,6 +157,7 @@ class ElasticRounds(Rounds):
             IslandLostError, StoreError: the round does not take place. Nothing was changed.
         """
         self.wait_for_uploads()
+        self.rescue_average()
         mean = self._lend(own)  # another attempt needs the pseudo-gradient again
         while True:
             planned = self.agree(own)
@@ -168,6 +169,7 @@ class ElasticRounds(Rounds):
             except PayloadError as error:  # it was decided so long ago that its values are gone
                 raise RoundPassed(str(error)) from None
             if report is not None:
+                self.archive.write_snapshot_if_due()
                 return report
 
     def follow(

@@ -72,7 +72,7 @@ class FixedSession(BaseSession):
 
     _is_heard = False
     _absent: tuple[int, ...] = ()  # islands that did not join within `join_timeout`
-    _rounds: FixedRounds  # since `join`, as the next
+    rounds: FixedRounds
     _eager: EagerRounds | None = None
 
     def __init__(
@@ -143,7 +143,7 @@ class FixedSession(BaseSession):
                 shards,
                 [(part, choose_partition(part, self.island, layouts, block_values)) for part in self._cut(shards)],
             )
-            self._rounds = FixedRounds(self.outer, self._talk, self._unanimity, self._exchanges)
+            self.rounds = FixedRounds(self.outer, self._talk, self._unanimity, self._exchanges)
             if self.config.anticipates:
                 self._eager = EagerRounds(self.island, self._background)
             self._show_standing()
@@ -151,7 +151,7 @@ class FixedSession(BaseSession):
                 lambda: self._exchanges.extend(map(self.transport.open, self.outer.current.partition.lanes))
             )
             if self.outer.buffers == "average":
-                self._rounds.buffers = [
+                self.rounds.buffers = [
                     choose_partition(BufferShards(shards, name), self.island, layouts, block_values)
                     for name in shards.inner.buffers
                 ]
@@ -198,7 +198,7 @@ class FixedSession(BaseSession):
 
     def _broadcast_start(self) -> None:
         for fragment in self.outer.fragments:
-            self._rounds.broadcast(fragment.partition, fragment.method.parameters)
+            self.rounds.broadcast(fragment.partition, fragment.method.parameters)
 
     def _share(self, topic: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
@@ -234,9 +234,6 @@ class FixedSession(BaseSession):
                     if not is_last:
                         return self._take_reports()
 
-    def _carry_out(self, own: Contribution) -> SyncReport:
-        return self._rounds.carry_out(own)
-
     def _sync(self) -> SyncReport:
         """See `sync`. Afterwards the masters hold the new outer parameters, bit-identical on all islands.
 
@@ -248,7 +245,7 @@ class FixedSession(BaseSession):
         """
         while True:
             with suppress(RoundRepeated):
-                return self._rounds.carry_out(capture(self.outer, SyncClock(self._background.last_end)))
+                return self.rounds.carry_out(capture(self.outer, SyncClock(self._background.last_end)))
 
     # Leaving
 

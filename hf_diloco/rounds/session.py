@@ -22,7 +22,7 @@ from hf_diloco.outer.checkpoint import check_checkpoint
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.measures import SyncReport
-from hf_diloco.rounds.round import Contribution
+from hf_diloco.rounds.round import Contribution, Rounds
 from hf_diloco.utils.text import counted
 
 logger = logging.getLogger("hf_diloco")
@@ -43,8 +43,10 @@ class BaseSession(ABC):
         num_steps: inner steps that this island is to take, if known; set before `join`.
         num_rounds: rounds that the run is to have, if known; set before `join`.
         tokens_per_step: of the whole island, if known; set before `join`.
+        rounds: carries out rounds; set by `join`.
     """
 
+    rounds: Rounds
     members: Members | None = None
     _went_on: tuple[float, int] | None = None  # time and inner steps when training last resumed; since `join`
     _is_heard = True  # other islands wait for this one's phase
@@ -258,11 +260,7 @@ class BaseSession(ABC):
 
     def _carry_out_behind(self, own: Contribution) -> SyncReport:
         with self._syncing():
-            return self._carry_out(own)
-
-    @abstractmethod
-    def _carry_out(self, own: Contribution) -> SyncReport:
-        """Carries out the round of a contribution, on a thread behind the inner steps."""
+            return self.rounds.carry_out(own)
 
     def drain(self) -> list[SyncReport]:
         """Waits for the rounds in flight, so that a checkpoint can be written. They still land when they are due.
