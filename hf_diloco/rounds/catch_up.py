@@ -6,8 +6,9 @@ If the payloads of a committed round are gone, an island moves on to a later sna
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -71,6 +72,7 @@ class Archive:
 
     def write_snapshot(self, folder: str = "") -> None:
         """Writes this island's outer state into the store, by default into this process's own folder."""
+        self.snapshots.wait()
         states = self.outer.states
         self.island.on_leader(lambda: self.snapshots.clear(folder) if folder else None)
         self.island.on_all(lambda: self.snapshots.write(self.outer.round, self.outer.outer_hash, states, folder))
@@ -114,7 +116,6 @@ class Archive:
 
         if folder := self.island.on_leader(find):
             logger.info("others may wait for a snapshot of round %d: writing one", self.outer.round)
-            self.snapshots.wait()
             self.write_snapshot(folder)
 
     def rescue_checkpoint(self, number: int) -> None:
@@ -129,7 +130,7 @@ class Archive:
             return not is_known and not all(map(self._has_average, range(max(1, number - 1), number + 1)))
 
         if number and self.is_direct and self.island.on_leader(is_missing):
-            self._log_and_write(number)
+            self._replace_average(number)
 
     def _has_average(self, number: int) -> bool:
         assert self.quorum is not None
@@ -137,48 +138,42 @@ class Archive:
             attempt = self.quorum.current(number)
         except PayloadError:
             return False
-        return attempt.outcome is None or self.engine_of(number).has_average(number, attempt.number)
+        return attempt.outcome is None or self.engine_of(number).has_average(attempt)
 
     def rescue_average(self) -> None:
         """Writes a snapshot if the average of one of the last two rounds is not in the store."""
-        if self.last is not None and self.island.on_leader(self._is_average_missing):
-            self._log_and_write(self.outer.round)
+        if self.last is not None and self.island.on_leader(partial(self._must_replace_average, self.last[0])):
+            self._replace_average(self.outer.round)
 
-    def _log_and_write(self, number: int) -> None:
+    def _replace_average(self, number: int) -> None:
         logger.info("an average up to round %d is not in the store: writing a snapshot", number)
-        self.snapshots.wait()
         self.write_snapshot()
 
-    def _is_average_missing(self) -> bool:
-        """Whether an average of the last rounds is missing, and this island is the one that must replace it."""
-        assert self.last is not None
+    def _must_replace_average(self, planned: Attempt) -> bool:
+        """Whether an average of the last rounds, up to `planned`, is missing, and it is for this island to replace."""
         assert self.quorum is not None
         alive = self.quorum.processes()
-        left = {offer.island for offer in self.last[0].offers if alive.get(offer.island) == offer.incarnation}
-        return any(self._is_missing(*one, left) for one in (self._before, self.last) if one)
-
-    def _is_missing(self, planned: Attempt, outcome: OutcomeRecord, left: Set[int]) -> bool:
-        if self.config.island != (outcome.by if outcome.by in left else min(left, default=-1)):
-            return False
-        return not self.engine_of(planned.round).has_average(planned.round, planned.number)
+        left = {offer.island for offer in planned.offers if alive.get(offer.island) == offer.incarnation}
+        for one, outcome in filter(None, (self._before, self.last)):
+            who = outcome.by if outcome.by in left else min(left, default=-1)
+            if who == self.config.island and not self.engine_of(one.round).has_average(one):
+                return True
+        return False
 
     # Reading for this island
 
     def await_average(self, planned: Attempt) -> bool:
-        """Waits for the average of a committed round in the store; returns whether it is there.
+        """Waits for the average of a committed round in the store; returns whether it is there. On the leader.
 
         Returns False if a later snapshot appears, the timeout passes, or no island holds the average any more, so that
         the round is repeated; see `Quorum.revoke`.
         """
-        return self.island.on_leader(lambda: self._await_average(planned))
-
-    def _await_average(self, planned: Attempt) -> bool:
         engine = self.engine_of(planned.round)
         assert self.quorum is not None
         deadline = self.clock.now() + self.config.exchange_timeout
         wait = self._notes.begin(self.config.exchange_timeout, f"catching up with round {planned.round}")
         islands = [offer.island for offer in planned.offers]
-        while not engine.has_average(planned.round, planned.number):
+        while not engine.has_average(planned):
             if self.snapshots.newest(self.outer.round) is not None or self.clock.now() >= deadline:
                 return False
             if self.quorum.revoke(planned):
@@ -199,7 +194,14 @@ class Archive:
             IslandLostError: there is no later snapshot yet.
         """
         self._load_later_snapshot(error)
-        self._discard_consumed(planned, Part.WHOLE if is_resuming else part)
+        offer, fragment = planned.offer_by(self.config.island), self.outer.fragment_of(planned.round)
+        if is_resuming or part is Part.WHOLE:
+            if offer is None:
+                self.outer.drop_progress(fragment)
+            else:
+                self.outer.use_up(fragment)
+        elif part is Part.SOME and offer is not None:
+            self.outer.shrink(fragment, offer.steps)
         if is_resuming:
             self._drop_after(planned.round)
 
@@ -231,17 +233,6 @@ class Archive:
         last = min(self.outer.round, number + len(self.outer.fragments) - 1)
         for later in range(number + 1, last + 1):
             self.outer.drop_progress(self.outer.fragment_of(later))
-
-    def _discard_consumed(self, planned: Attempt, part: Part) -> None:
-        """Subtracts progress that a committed round consumed and the store no longer holds."""
-        offer = planned.offer_by(self.config.island)
-        fragment = self.outer.fragment_of(planned.round)
-        if part is Part.WHOLE and offer is None:
-            self.outer.drop_progress(fragment)
-        elif part is Part.WHOLE:
-            self.outer.use_up(fragment)
-        elif part is Part.SOME and offer is not None:
-            self.outer.shrink(fragment, offer.steps)
 
     def load_snapshot(self, find: Callable[[], str | None]) -> bool:
         """Loads the outer state of the snapshot in the folder from `find`; returns whether there is one.

@@ -109,7 +109,9 @@ class DirectEngine(Engine):
     ) -> Traffic:
         own = planned.place_of(self.config.island)
         if own is None or own_values is None or planned.is_committed:
-            return self.bucket.fetch(self._need_mean(planned), mean)
+            if (objects := self._find_mean(planned)) is None:
+                raise PayloadError(f"the average of round {planned.round} is not in the store", _mean_folder(planned))
+            return self.bucket.fetch(objects, mean)
         if mean.data_ptr() != own_values.data_ptr():
             mean.copy_(own_values)
         ranges = [self._ranges_of(offer) for offer in planned.offers]
@@ -215,32 +217,25 @@ class DirectEngine(Engine):
         try:
             info, _ = self.bucket.publish(mean, f"{folder}/rank-{self.ranks.rank:05d}.bin", CODECS["fp32"])
             record = MeanRecord(rank=self.ranks.rank, num_ranks=self.ranks.size, object=info.model_dump())
-            in_attempt = _mean_folder(planned.round, planned.number)
-            self.log.put(f"{in_attempt}/rank-{self.ranks.rank:05d}.json", record)
+            self.log.put(f"{_mean_folder(planned)}/rank-{self.ranks.rank:05d}.json", record)
         except DiLoCoError as error:
             logger.warning("the average of round %d is not in the store: %s", planned.round, error)
 
-    def _need_mean(self, planned: Attempt) -> list[ObjectInfo]:
-        folder = _mean_folder(planned.round, planned.number)
-        found = self._find_mean(folder)
-        if found is None:
-            raise PayloadError(f"the average of round {planned.round} is not in the store", folder)
-        return found
+    def has_average(self, attempt: Attempt) -> bool:
+        return self._find_mean(attempt) is not None
 
-    def has_average(self, number: int, attempt: int) -> bool:
-        return self._find_mean(_mean_folder(number, attempt)) is not None
-
-    def _find_mean(self, folder: str) -> list[ObjectInfo] | None:
+    def _find_mean(self, attempt: Attempt) -> list[ObjectInfo] | None:
         """Returns the objects of a round's average; None until all of them are in the store."""
-        records = [self.log.read_or_refuse(path, MeanRecord) for path in self.log.list(f"{folder}/")]
+        paths = self.log.list(f"{_mean_folder(attempt)}/")
+        records = [self.log.read_or_refuse(path, MeanRecord) for path in paths]
         whole = [record for record in records if record is not None]
         if not whole or [record.rank for record in whole] != list(range(whole[0].num_ranks)):
             return None
         return [read_info(record.object) for record in whole]
 
 
-def _mean_folder(number: int, attempt: int) -> str:
-    return f"rounds/{number:08d}/{attempt:02d}/mean"
+def _mean_folder(attempt: Attempt) -> str:
+    return f"{attempt.path}/mean"
 
 
 def _name_of(planned: Attempt) -> str:

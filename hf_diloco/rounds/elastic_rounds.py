@@ -190,7 +190,7 @@ class ElasticRounds(Rounds):
         try:
             if planned.is_committed:
                 with clock.counts("waiting"):
-                    is_there = self.archive.await_average(planned)
+                    is_there = self.island.on_leader(partial(self.archive.await_average, planned))
                 if not is_there:
                     raise PayloadError(f"the average of round {planned.round} is not in the store")
             elif self._is_direct and not self._offers.is_all_taken(planned, steps):

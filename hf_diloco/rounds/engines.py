@@ -58,8 +58,8 @@ class Engine(ABC):
     def values_of(self, offer: OfferRecord) -> torch.Tensor | None:
         """Returns this rank's part of an earlier offer's values, as the others decoded them; None if not kept."""
 
-    def has_average(self, number: int, attempt: int) -> bool:
-        """Whether late islands can get the average of a committed attempt of round `number` from the store."""
+    def has_average(self, attempt: Attempt) -> bool:
+        """Whether late islands can get the average of a committed attempt from the store."""
         return True
 
     def on_outcome(self, planned: Attempt, outcome: OutcomeRecord, mean: torch.Tensor | None) -> None:  # noqa: B027
