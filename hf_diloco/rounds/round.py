@@ -17,9 +17,9 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
 
@@ -59,23 +59,20 @@ class Part(Enum):
     WHOLE = auto()
 
 
+@dataclass
 class FurtherVector:
     """A vector that islands average in fp32 in the same attempt as a pseudo-gradient: both are committed, or neither.
 
-    Args:
+    Attributes:
         partition: this rank's part of the vector.
         read: returns a copy of this rank's part; called after the pseudo-gradient is averaged. Collective in the
             island.
-
-    Attributes:
         values: this rank's part of the average, if the round is committed.
     """
 
-    values: torch.Tensor
-
-    def __init__(self, partition: Partition, read: Callable[[], torch.Tensor]) -> None:
-        self.partition = partition
-        self.read = read
+    partition: Partition
+    read: Callable[[], torch.Tensor]
+    values: torch.Tensor = field(init=False)
 
 
 @dataclass
@@ -84,21 +81,16 @@ class Contribution:
 
     Attributes:
         number: of its round.
-        fragment: that the round synchronises.
         delta: this rank's part, in the fragment's scratch vector: the masters until `complete`, then the
             pseudo-gradient.
-        weight: in the average.
-        steps: inner steps in it.
-        examples: examples or tokens in it.
+        steps, examples: inner steps, and examples or tokens, in it.
         due_at: inner steps after which it was due.
         rates: this island's inner learning rates, if the method uses them.
-        clock: measures its round.
         is_begun: the fragment's next inner steps have begun: training does not wait for the round.
         part: how much of it the round consumes.
         used: if that is `Part.SOME`, the consumed part as the other islands read it; None if unknown.
         further_vectors: other vectors that the round averages, where all islands must be there.
         square: squared norm of the whole island's pseudo-gradient.
-        is_complete: the pseudo-gradient is made.
     """
 
     number: int
@@ -121,10 +113,7 @@ class Contribution:
         """Makes the pseudo-gradient; later calls are no-ops. Collective over the island's ranks.
 
         If training does not wait for the round, this may run during the next inner steps: nothing changes the outer
-        parameters of a fragment while its round is in flight.
-
-        Args:
-            island, with_residual: see `Fragment.pseudo_gradient_`.
+        parameters of a fragment while its round is in flight. `with_residual`: see `Fragment.pseudo_gradient_`.
         """
         if self.is_complete:
             return
@@ -139,7 +128,6 @@ class Contribution:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every value is finite."""
         return math.isfinite(self.square)
 
     @property
@@ -171,9 +159,6 @@ class Contribution:
 
 def capture(outer: OuterState, clock: SyncClock) -> Contribution:
     """Captures this island's progress since the last round of the next fragment. Collective over the island's ranks.
-
-    Args:
-        outer: this rank's outer state, which is not changed.
 
     Raises:
         UnsupportedError: the trainable parameters have changed since the island joined.
@@ -252,10 +237,7 @@ class Rounds(ABC):
         """Makes a pseudo-gradient available to the other islands, and returns the offer."""
 
     def attempt(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> SyncReport | None:
-        """Averages the plan's pseudo-gradients, and takes the outer step if the islands commit the average.
-
-        Args:
-            mean: receives this rank's part of the average.
+        """Averages the plan's pseudo-gradients into `mean`; takes the outer step if the islands commit the average.
 
         Returns:
             The figures; None if the round needs another attempt.
@@ -268,11 +250,10 @@ class Rounds(ABC):
             outcome = self.island.on_leader(lambda: self.decider.commit(planned, stats.digest), OutcomeRecord)
         if not self.apply_outcome(planned, own, mean, stats.digest, outcome):
             return None
-        weights = planned.participants
-        took_part = own.part is Part.WHOLE and self.config.island in weights
+        took_part = own.part is Part.WHOLE and self.config.island in planned.participants
         with own.applying(), self.progress(planned, own):
             self.outer.step(planned.round, mean, took_part, planned.agreed.rates, self.island)
-        return self._report(planned, own, stats, weights)
+        return self._report(planned, own, stats)
 
     @abstractmethod
     def average(self, planned: Attempt, own: Contribution, mean: torch.Tensor) -> AverageStats | None:
@@ -297,18 +278,21 @@ class Rounds(ABC):
     def progress(self, planned: Attempt, own: Contribution) -> AbstractContextManager[None]:
         """Wraps the outer step of a committed round, and updates this island's own progress accordingly."""
 
-    def _report(
-        self, planned: Attempt, own: Contribution, stats: AverageStats, weights: Mapping[int, float]
-    ) -> SyncReport:
-        clock = own.clock
+    def _report(self, planned: Attempt, own: Contribution, stats: AverageStats) -> SyncReport:
+        clock, weights = own.clock, planned.participants
         counted = [clock.traffic.bytes_sent, clock.traffic.bytes_received, stats.dot, stats.square]
         sent, received, dot, square = self.island.sum(counted)
         cosine = None
         if self.config.island in weights and not self.outer.codec.needs_feedback:  # else it drops most values
             share = weights[self.config.island] / sum(weights.values())
             cosine = cosine_to_others(dot, own.square, square, share)
-        if planned.round == 1 and cosine is not None:
-            self._warn_of_same_data(cosine)
+        if planned.round == 1 and cosine is not None and cosine > _SAME_DATA and self.island.is_leader:
+            logger.warning(
+                "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on "
+                "the same data in the same order. Give each island its own share (docs/data.md)",
+                self.config.island,
+                cosine,
+            )
         return SyncReport(
             round=planned.round,
             participants=list(weights),
@@ -324,15 +308,6 @@ class Rounds(ABC):
             outer_hash=self.outer.outer_hash,
             fragment=self.outer.number_of(planned.round),
         )
-
-    def _warn_of_same_data(self, cosine: float) -> None:
-        if self.island.is_leader and cosine > _SAME_DATA:
-            logger.warning(
-                "the first pseudo-gradient of island %d is that of the others (cosine %.5f): they seem to train on "
-                "the same data in the same order. Give each island its own share (docs/data.md)",
-                self.config.island,
-                cosine,
-            )
 
 
 def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float | None:
@@ -356,17 +331,10 @@ def cosine_to_others(dot: float, own: float, mean: float, share: float) -> float
 
 
 class SyncClock:
-    """Counts the seconds and bytes of a round.
+    """Counts the seconds of a round, as in `SyncReport`, and this rank's traffic.
 
     Args:
         last_end: end of the previous round, in seconds of the monotonic clock.
-
-    Attributes:
-        computing: seconds from `last_end` until this clock was created.
-        waiting: seconds of waiting for other islands.
-        exchanging: seconds of moving and averaging pseudo-gradients.
-        applying: seconds of reading and writing masters, and the outer step, if training waits for them.
-        traffic: of this rank.
     """
 
     def __init__(self, last_end: float | None = None) -> None:
