@@ -30,8 +30,7 @@ class Background:
     If a round fails, the rounds queued behind it fail too.
 
     Args:
-        carry_out: carries out the round of a contribution; called on a thread, with a group of ranks that nothing else
-            uses meanwhile.
+        carry_out: carries out the round of a contribution; called on a thread.
 
     Attributes:
         last_end: when training last resumed, in seconds of the monotonic clock.

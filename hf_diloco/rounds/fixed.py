@@ -101,14 +101,13 @@ class FixedSession(BaseSession):
 
     def _enter(self, clock: Clock, folder: Path) -> None:
         """Claims this island's number."""
+        config, log = self.config, self.transport.store.log
         try:
-            log = self.transport.store.log
-            self.members = Members(log, self.config.island, os.path.realpath(folder), clock=clock)
+            self.members = Members(log, config.island, os.path.realpath(folder), clock=clock)
             self.members.enter(may_return=False)
             self._give_heartbeats(self.members)
         except StoreError as error:
             raise store_lost(error) from None
-        config = self.config
         self._unanimity = Unanimity(
             self._all_gather, log, config.sync_timeout, config.exchange_timeout, self._exchanges
         )
@@ -189,16 +188,12 @@ class FixedSession(BaseSession):
         if states_are_equal(states):
             return False
         logger.info("islands start from different weights: island 0 sends its own to all")
-        self.island.on_all(self._broadcast_start)
+        self.island.on_all(self.rounds.broadcast_parameters)
         for fragment in self.outer.fragments:
             fragment.write_masters()
             fragment.digest = ""
             self.outer.update_digest(fragment)
         return True
-
-    def _broadcast_start(self) -> None:
-        for fragment in self.outer.fragments:
-            self.rounds.broadcast(fragment.partition, fragment.method.parameters)
 
     def _share(self, topic: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
@@ -235,13 +230,10 @@ class FixedSession(BaseSession):
                         return self._take_reports()
 
     def _sync(self) -> SyncReport:
-        """See `sync`. Afterwards the masters hold the new outer parameters, bit-identical on all islands.
+        """See `BaseSession._sync`. Afterwards the masters hold the new outer parameters, bit-identical on all islands.
 
         Raises:
             IslandLostError: an island did not come, left, or was lost during the round. Nothing was changed.
-            StopRequested: this island was asked to stop while it waited. Nothing was changed.
-            ExchangeError: the round was aborted for another reason. Nothing was changed.
-            DivergedError: islands that should be equal are not.
         """
         while True:
             with suppress(RoundRepeated):
@@ -250,7 +242,7 @@ class FixedSession(BaseSession):
     # Leaving
 
     def leave(self, finished: bool, failed: bool = False) -> None:
-        """Announces that this island leaves, so that no island waits for it, and waits for the others to do the same.
+        """See `BaseSession.leave`; waits for the others to leave, too.
 
         So island 0, which keeps the store, stays until all have left, or until `FAREWELL_SECONDS`.
         """

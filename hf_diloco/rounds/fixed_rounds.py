@@ -16,7 +16,7 @@ from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeReco
 from hf_diloco.membership.unanimity import MAX_TRIES, Unanimity
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.measures import SyncReport
-from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, Rounds, SyncClock
+from hf_diloco.rounds.round import Contribution, FurtherVector, RoundRepeated, Rounds
 from hf_diloco.transport.base import Exchange, LaneStats
 
 
@@ -24,8 +24,7 @@ class FixedRounds(Rounds):
     """Carries out rounds in which all islands take part.
 
     Args:
-        outer, island: see `Rounds`.
-        unanimity: decides rounds; on the island's leader only.
+        outer, island, unanimity: see `Rounds`.
         exchanges: of this rank's lanes, in their order; may be filled later.
 
     Attributes:
@@ -105,31 +104,24 @@ class FixedRounds(Rounds):
         stats, damage = LaneStats(), None
         taken = planned.participants
         weights = [taken.get(island, 0.0) for island in range(self.config.num_islands)]  # 0: left out
+
+        def average_lanes() -> None:
+            damage: DamagedTransferError | None = None
+            for exchange, part in self._lanes(partition, values):
+                stats.begin_lane()
+                try:
+                    own.clock.traffic += exchange.average(part, weights, codec, stats.observe)
+                except DamagedTransferError as error:  # peers wait for the remaining lanes
+                    damage = error
+            if damage is not None:
+                raise damage
+
         try:
-            self.island.on_all(partial(self._average_lanes, own.clock, weights, partition, values, codec, stats))
+            self.island.on_all(average_lanes)
         except DamagedTransferError as error:
             damage = error
         stats.digest = partition.combine_digests(stats.digests, self.island)
         return stats, damage
-
-    def _average_lanes(
-        self,
-        clock: SyncClock,
-        weights: list[float],
-        partition: Partition,
-        values: torch.Tensor,
-        codec: Codec,
-        stats: LaneStats,
-    ) -> None:
-        damage: DamagedTransferError | None = None
-        for exchange, part in self._lanes(partition, values):
-            stats.begin_lane()
-            try:
-                clock.traffic += exchange.average(part, weights, codec, stats.observe)
-            except DamagedTransferError as error:  # peers wait for the remaining lanes
-                damage = error
-        if damage is not None:
-            raise damage
 
     def apply_outcome(
         self, planned: Attempt, own: Contribution, mean: torch.Tensor, digest: str, outcome: OutcomeRecord
@@ -161,10 +153,11 @@ class FixedRounds(Rounds):
             one.partition.scatter(one.values)
         self.outer.release_scratch(own.fragment)
 
-    def broadcast(self, partition: Partition, vector: torch.Tensor) -> None:
-        """Broadcasts island 0's values of this rank's vector to all islands."""
-        for exchange, part in self._lanes(partition, vector):
-            exchange.broadcast(part, source=0)
+    def broadcast_parameters(self) -> None:
+        """Broadcasts island 0's outer parameters to all islands."""
+        for fragment in self.outer.fragments:
+            for exchange, part in self._lanes(fragment.partition, fragment.method.parameters):
+                exchange.broadcast(part, source=0)
 
     def _lanes(self, partition: Partition, vector: torch.Tensor) -> Iterator[tuple[Exchange, torch.Tensor]]:
         return zip(self._exchanges, partition.split(vector), strict=True)

@@ -135,7 +135,6 @@ class BaseSession(ABC):
             standing.tokens_per_second = taken * (self.tokens_per_step or 0) / elapsed
 
     def _give_heartbeats(self, members: Members) -> None:
-        """Starts the heartbeats of this island's leader."""
         members.standing.num_ranks = self.island.size
         members.refresh = self._refresh_standing
         members.start_heartbeats()
@@ -159,7 +158,6 @@ class BaseSession(ABC):
             self._set_phase("training")
 
     def _go_on(self) -> None:
-        """Records that training resumes."""
         self._background.last_end = time.monotonic()
         self._went_on = self._background.last_end, self.outer.num_steps
 
@@ -236,18 +234,16 @@ class BaseSession(ABC):
 
         Logs a warning if steps after the last round were dropped, or if the masters hold this island's own weights.
         """
-        steps, outer = self.outer.steps, self.outer
-        if outer.on_boundary:
+        if self.outer.on_boundary:
             return
+        steps = counted(self.outer.steps, "step")
         if self.is_over:
-            outer.write_masters()
+            self.outer.write_masters()
             text = "the run ended with round %d, without the loop's last %s: the model holds the run's result"
-            logger.warning(text, outer.round, counted(steps, "step"))
+            logger.warning(text, self.outer.round, steps)
         else:
-            logger.warning(
-                "the loop ended %s after the last synchronisation: the model holds this island's own weights",
-                counted(steps, "step"),
-            )
+            text = "the loop ended %s after the last synchronisation: the model holds this island's own weights"
+            logger.warning(text, steps)
 
     @property
     def _has_begun_all(self) -> bool:
@@ -276,7 +272,6 @@ class BaseSession(ABC):
         return self._take_reports()
 
     def _raise_failure(self) -> None:
-        """Raises the error that `drain` kept, once."""
         failure, self._failure = self._failure, None
         if failure:
             raise failure
