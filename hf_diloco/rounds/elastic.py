@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,14 +71,12 @@ class ElasticSession(BaseSession):
     """One rank's part in a run whose islands meet in an object store.
 
     Args:
-        config: the outer loop's settings; `rendezvous` names the store.
         should_stop: polled while waiting for other islands; true ends the wait with `StopRequested`.
-        clock: for waits and leases.
         host: keeps the store on this rank, for as long as other islands take part.
         linger: see `Rules.linger`.
 
     Attributes:
-        store: where the islands meet.
+        store: where the islands meet: at `config.rendezvous`.
     """
 
     rounds: ElasticRounds
@@ -99,8 +97,7 @@ class ElasticSession(BaseSession):
         self._clock = clock
         self._host = host
         self._linger = linger
-        self._is_training = False
-        self._is_closing = False
+        self._is_training = self._is_closing = False
         self._should_stop: Callable[[], bool] = lambda: self._is_closing or should_stop()
         self._credentials = island.on_all(lambda: find_credentials(config, config.island))
         server = split_server_url(config.rendezvous)
@@ -309,23 +306,20 @@ class ElasticSession(BaseSession):
                 return report
 
     def _look(self, clock: SyncClock, round_before: int) -> tuple[Attempt | None, bool]:
-        """Returns the next round, if it has a plan; and whether this island need not offer for it now."""
-        with clock.counts("waiting"), self._looking_once():
-            planned = self.rounds.find()
-            is_over = planned is None and (self._has_last_round or self._has_caught_up(round_before))
-            if planned is None and not is_over:
-                self.rounds.rescue_average()
-        return planned, is_over
-
-    def _looking_once(self) -> AbstractContextManager[None]:
-        """Batches the leader's reads before a round into one request, if the store supports it."""
+        """Returns the next round, if it has a plan; and whether this island need not offer for it now, because there
+        is no further round, or it has caught up, and the others are in the middle of their inner steps."""
         number = self.outer.round
         prefixes = [f"rounds/{number:08d}", f"rounds/{number + 1:08d}", "heartbeats"]
-        return looking_once(self.store, prefixes) if self.island.is_leader else nullcontext()
-
-    def _has_caught_up(self, round_before: int) -> bool:
-        """Whether this island has caught up, and the others are in the middle of their inner steps."""
-        return self.outer.round > round_before and (self._pace.align() or not self.outer.steps)
+        once = looking_once(self.store, prefixes) if self.island.is_leader else nullcontext()
+        with clock.counts("waiting"), once:
+            if planned := self.rounds.find():
+                return planned, False
+            if self._has_last_round:
+                return None, True
+            if self.outer.round > round_before and (self._pace.align() or not self.outer.steps):
+                return None, True
+            self.rounds.rescue_average()
+        return None, False
 
     # Leaving
 
@@ -345,8 +339,9 @@ class ElasticSession(BaseSession):
             raise
         finally:
             self.close()
-            if finished:
-                self._note_missing_rounds()
+            if finished and self._is_training and self._run.num_rounds and not self.is_over and self.island.is_leader:
+                text = "this island's steps are done after round %d of the run's %d: the other rounds were missed"
+                logger.warning(text, self.outer.round, self._run.num_rounds)
             if self.members is not None:
                 self.members.leave("finished" if finished else "left")
             if self._host is not None:
@@ -369,14 +364,6 @@ class ElasticSession(BaseSession):
                 self._clock.sleep(LOOK_SECONDS)
         finally:
             host.close()
-
-    def _note_missing_rounds(self) -> None:
-        if self._is_training and self._run.num_rounds and not self.is_over and self.island.is_leader:
-            logger.warning(
-                "this island's steps are done after round %d of the run's %d: the other rounds were missed",
-                self.outer.round,
-                self._run.num_rounds,
-            )
 
     def close(self) -> None:
         self._background.close()

@@ -37,11 +37,8 @@ and do so again after each further aborted attempt."""
 class ElasticRounds(Rounds):
     """Offers and carries out rounds. Every method is collective over the island's ranks.
 
-    Args:
-        archive: this rank's side of the run.
-
     Attributes:
-        archive: as above.
+        archive: finished rounds, and this rank's side of the exchange.
         refused: islands whose contributions were left out of rounds of this process, with the last reason.
     """
 
@@ -231,19 +228,15 @@ class ElasticRounds(Rounds):
         stats = AverageStats()
         try:
             self._average(engine, planned, own, mean, stats)
-        except PayloadError as error:
+        except DiLoCoError as error:
             engine.close()
-            if planned.is_committed:
+            if isinstance(error, PayloadError) and not planned.is_committed:
+                self._on_unusable(planned, error)
+            elif isinstance(error, IslandLostError | DamagedTransferError):
+                self._on_lost(planned, error)
+            else:
                 raise
-            self._on_unusable(planned, error)
             return None
-        except (IslandLostError, DamagedTransferError) as error:
-            engine.close()
-            self._on_lost(planned, error)
-            return None
-        except DiLoCoError:
-            engine.close()
-            raise
         stats.digest = self.outer.fragment_of(planned.round).partition.digest(mean, self.island)
         return stats
 
@@ -309,18 +302,14 @@ class ElasticRounds(Rounds):
             fragment.count_down(steps)
 
     def _diverged(self, planned: Attempt, fault: str) -> DivergedError:
-        """Returns the error for a round whose agreed average this island cannot reproduce.
-
-        The error says whether the island's outer state is still sound.
-        """
+        """Returns the error for a round whose average this island cannot reproduce: is its outer state sound?"""
         fragment = self.outer.fragment_of(planned.round)
         digest = fragment.digest
         fragment.make_digest(self.island)
         is_sound, fragment.digest = fragment.digest == digest, digest
-        what_now = "started again, it resumes from its checkpoint"
         return DivergedError(
             f"round {planned.round}: {fault}: suspect memory, or a library or processor that differs. This island "
-            f"ends before it spoils the others; {what_now}",
+            "ends before it spoils the others; started again, it resumes from its checkpoint",
             is_sound,
         )
 
