@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from hf_diloco.codecs import CODECS, Codec, find_codec
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -54,13 +54,6 @@ logger = logging.getLogger("hf_diloco")
 
 NOTE_PATIENCE = 0.5
 """See `LossNotes`. Blaming the wrong island costs an attempt here, and delays all islands."""
-
-
-class RangeRecord(Record):
-    """The range of values that one rank owns, in an offer."""
-
-    start: Number
-    length: Number
 
 
 class MeanRecord(Record):
@@ -161,9 +154,9 @@ class DirectEngine(Engine):
             return self._mesh
         self.close()
         name, outcome = _name_of(planned), outcome_path(planned.path)
-        patience = min(self.config.grace, self.config.exchange_timeout)
-        own_range = Range(self.bucket.start, self.bucket.length)
         timeout = self.config.exchange_timeout
+        patience = min(self.config.grace, timeout)
+        own_range = Range(self.bucket.start, self.bucket.length)
         others = [island for island, _ in members if island != self.config.island]
         wait = self._notes.begin(timeout, f"round {planned.round}, connecting from {self.address}")
         with wait.blocking(others):
@@ -185,8 +178,7 @@ class DirectEngine(Engine):
             self._mesh = SegmentedMesh(
                 lane, own_range, ranges, partial(self._notes.watch, timeout, "exchange", others)
             )
-        self._members = members
-        self.links = name
+        self._members, self.links = members, name
         return self._mesh
 
     def _refused(self, planned: Attempt, error: ForgedError) -> IslandLostError:
@@ -197,8 +189,7 @@ class DirectEngine(Engine):
 
     def _ranges_of(self, offer: OfferRecord) -> list[Range]:
         try:
-            records = [RangeRecord.model_validate(record) for record in offer.objects]
-            ranges = [Range(record.start, record.length) for record in records]
+            ranges = [_RANGE.validate_python(record, strict=True) for record in offer.objects]
             check_ranges(ranges, self.size)
         except (ValidationError, PayloadError) as error:
             raise IslandLostError(f"the offer of island {offer.island} is invalid: {error}", [offer.island]) from None
@@ -249,12 +240,15 @@ def _name_of(planned: Attempt) -> str:
 class Range(NamedTuple):
     """A rank's range of values: canonical index of the first one, and the length."""
 
-    start: int
-    length: int
+    start: Number
+    length: Number
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+_RANGE = TypeAdapter(Range)
 
 
 def check_ranges(ranges: Sequence[Range], size: int) -> None:
@@ -289,7 +283,6 @@ class SegmentedMesh:
             the participants.
         own: this rank's range.
         all_ranges: the ranges of all ranks of all participants, in their order; checked by the caller.
-        watch: see `MeshExchange`.
 
     Raises:
         IslandLostError: peers did not connect; names the places of those to blame, if known.
@@ -352,9 +345,7 @@ def open_engines(
 
     Args:
         buckets: this rank's range of each fragment in the object store.
-        author: names the island and its process, as "00001-000002".
-        key: see `DirectEngine`.
-        rate_limit: for all traffic that this rank sends.
+        author, key, rate_limit: see `DirectEngine`.
 
     Raises:
         RendezvousError: the address to listen on is a public one.

@@ -31,9 +31,7 @@ class Engine(ABC):
     def announce(self, delta: torch.Tensor, number: int, tag: str) -> tuple[dict[str, Any], Traffic]:
         """Makes this rank's pseudo-gradient available for round `number`; returns this rank's entry of the offer.
 
-        Args:
-            delta: this rank's part.
-            tag: unique in the run.
+        `tag` is unique in the run.
         """
 
     @abstractmethod
@@ -43,10 +41,8 @@ class Engine(ABC):
         """Writes this rank's part of the plan's average to `mean`.
 
         Args:
-            planned: the plan, and its outcome if there is one.
             mean: undefined after an error; may be `own_values`.
             own_values: the values that this island has offered, if it takes part and still has them.
-            observe: see `transport.base.Observer`.
 
         Raises:
             PayloadError: a participant's values are corrupt or gone; names its object.
