@@ -94,7 +94,7 @@ def check_own_folder(members: Members | None) -> None:
     """Raises `RendezvousError` if another live island on this machine writes to this island's folder."""
     assert members is not None  # called on the leader
     own = members.process_of(members.island, members.incarnation)
-    for island in sorted(members.alive().keys() - {members.island}):
+    for island in sorted(members.others()):
         other = members.process_of(island, members.incarnation_of(island))
         if own and own.machine and other and (other.machine, other.folder) == (own.machine, own.folder):
             one, two = sorted((island, members.island))

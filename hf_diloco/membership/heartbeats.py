@@ -58,11 +58,10 @@ class Members:
 
     Args:
         folder: where this island writes.
-        lease: seconds without a changed heartbeat after which an island counts as gone.
+        lease: seconds without a changed heartbeat after which an island counts as gone; default: `LEASE_SECONDS`.
         unit: "island" or "node".
 
     Attributes:
-        lease: in seconds, as given or by default.
         incarnation: number of this process among the island's processes, from 1; 0 before `enter`.
         standing: the contents of the next heartbeat.
         refresh: called before each heartbeat of the thread, to update `standing`.
@@ -320,10 +319,13 @@ class Members:
             if island != self.island and now - self._last_chance(island) < self.lease
         )
 
-    def are_under_way(self) -> bool:
-        """Whether another island is training or synchronising."""
-        others = (heartbeat for island, heartbeat in self.alive().items() if island != self.island)
-        return any(heartbeat.phase in UNDER_WAY for heartbeat in others)
+    def others(self) -> dict[int, HeartbeatRecord]:
+        """Returns `alive` without this island."""
+        return {island: heartbeat for island, heartbeat in self.alive().items() if island != self.island}
+
+    def others_under_way(self) -> list[HeartbeatRecord]:
+        """Returns the heartbeats of other islands that are training or synchronising."""
+        return [heartbeat for heartbeat in self.others().values() if heartbeat.phase in UNDER_WAY]
 
     def _last_chance(self, island: int) -> float:
         """Returns when an island's last heartbeat was seen, or when the store answered again, if that was later."""

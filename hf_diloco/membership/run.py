@@ -226,7 +226,7 @@ def check_welcome(members: Members, clock: Clock) -> None:
     if signer is None:
         return
     own = show_public(signer.public)
-    for island in sorted(members.alive().keys() - {number}):
+    for island in sorted(members.others()):
         while not _lists(members, island, own):
             if island in members.heard:
                 raise RendezvousError(

@@ -181,7 +181,7 @@ class ElasticSession(BaseSession):
                 )
             log = RunLog(self.store, seal.of(run.run))
             self.members = Members(log, self.config.island, os.path.realpath(folder), clock=self._clock)
-            is_late = self.members.are_under_way()  # checked before they see this island and may wait for it
+            is_late = bool(self.members.others_under_way())  # checked before they see this island and may wait for it
             check_welcome(self.members, self._clock)
             self.members.enter()
             self._show_standing()
@@ -357,8 +357,7 @@ class ElasticSession(BaseSession):
         deadline = self._clock.now() + self.config.sync_timeout
         try:
             while finished and self.members is not None and self._clock.now() < deadline and not self._should_stop():
-                others = self.members.alive().keys() - {self.config.island}
-                if not others:
+                if not (others := self.members.others()):
                     break
                 wait.look(others)
                 self._clock.sleep(LOOK_SECONDS)

@@ -16,7 +16,7 @@ from functools import partial
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import CheckpointError, IslandLostError, PayloadError, RendezvousError, StopRequested, StoreError
 from hf_diloco.membership.heartbeats import UNDER_WAY, Members
-from hf_diloco.membership.member_records import HeartbeatRecord, Phase
+from hf_diloco.membership.member_records import Phase
 from hf_diloco.membership.round_records import round_of
 from hf_diloco.membership.run import RunRecord, check_welcome
 from hf_diloco.outer.schedule import steps_before
@@ -40,9 +40,7 @@ class Pace:
     """
 
     def __init__(self, outer: OuterState, members: Members | None) -> None:
-        self.config = outer.config
-        self.outer = outer
-        self.island = outer.island
+        self.config, self.outer, self.island = outer.config, outer, outer.island
         if members is not None:
             self.members = members
 
@@ -77,32 +75,19 @@ class Pace:
 
     def others_convene(self) -> bool:
         """Whether other islands are about to plan the next round, and are a quorum without this island."""
-        others = self._others_under_way()
+        others = self.members.others_under_way()
         is_any = any(heartbeat.phase == "syncing" and heartbeat.round >= self.outer.round for heartbeat in others)
         return is_any and len(others) >= self.config.quorum
 
     def others_join(self) -> bool:
         """Whether another island is joining, and does not have the run's state yet."""
-        joining = (island for island, heartbeat in self.members.alive().items() if heartbeat.phase == "joining")
-        return any(island != self.config.island for island in joining)
+        return any(heartbeat.phase == "joining" for heartbeat in self.members.others().values())
 
     def is_first(self) -> bool:
         """Whether this island is the most advanced one in training; ties go to the lowest number."""
-        others = [
-            (-heartbeat.round, island)
-            for island, heartbeat in self.members.alive().items()
-            if island != self.config.island and heartbeat.phase in UNDER_WAY
-        ]
-        return all((-self.outer.round, self.config.island) < other for other in others)
-
-    def _others_under_way(self) -> list[HeartbeatRecord]:
-        alive = self.members.alive()
-        here = self.config.island
-        return [
-            heartbeat
-            for island, heartbeat in alive.items()
-            if island != here and heartbeat.phase not in ("joining", "passing")
-        ]
+        own = -self.outer.round, self.config.island
+        others = self.members.others().items()
+        return all(own < (-one.round, island) for island, one in others if one.phase in UNDER_WAY)
 
     def _others_steps(self) -> int:
         """Returns the inner steps of the most advanced other island in the current round.
@@ -110,7 +95,7 @@ class Pace:
         Without any other island it is the whole round; 0 if the store does not answer, or all others are behind.
         """
         try:
-            others = self._others_under_way()
+            others = self.members.others_under_way()
         except StoreError:
             return 0
         current = [heartbeat.steps for heartbeat in others if heartbeat.round >= self.outer.round]
@@ -126,7 +111,6 @@ class Joining:
     """One rank's part in joining. Every method is collective over the island's ranks.
 
     Attributes:
-        pace: aligns this island's schedule with the others.
         should_stop: polled while waiting; true ends the wait with `StopRequested`.
         set_phase: sets this island's phase in its heartbeats.
     """
@@ -263,8 +247,7 @@ class Joining:
         deadline = self._clock.now() + members.lease  # for the first heartbeat of the island that began the run
         again_at = self._clock.now() + self.config.sync_timeout  # others rewrite the start after a missed round
         while True:
-            start, others = self._snapshots.start(), members.alive()
-            others.pop(members.island, None)
+            start, others = self._snapshots.start(), members.others()
             is_under_way = any(heartbeat.phase in UNDER_WAY for heartbeat in others.values())
             if start is None:
                 may_come = not members.incarnation_of(self.run.by) and self._clock.now() < deadline
@@ -341,10 +324,8 @@ def await_islands(
 
     After `config.join_timeout` seconds a quorum is enough.
 
-    Args:
-        should_stop: polled while waiting; true ends the wait with `StopRequested`.
-
     Raises:
+        StopRequested: `should_stop` returns true.
         RendezvousError: fewer than `config.quorum` islands came within `config.join_timeout` seconds.
     """
     wait = WaitNotes(members.island, clock=clock).begin(config.join_timeout, where=config.rendezvous)
