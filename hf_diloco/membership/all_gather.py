@@ -76,7 +76,6 @@ class AllGather:
     """One island's part in the all-gather; used by the island's leader only.
 
     Attributes:
-        num_islands: islands in the run.
         should_stop: polled while waiting; true makes a wait end with `StopRequested`.
         where: the rendezvous, for log messages.
         news: event that is set when a message may have arrived.
@@ -290,20 +289,20 @@ class StateRecord(_Record):
 
 
 def parse_records(kind: type[R], raw: Sequence[dict[str, Any]]) -> list[R]:
-    """Validates the records of all islands.
+    """Validates the records of all islands; see `parse_some`."""
+    return list(parse_some(kind, dict(enumerate(raw))).values())
+
+
+def parse_some(kind: type[R], raw: Mapping[int, dict[str, Any]]) -> dict[int, R]:
+    """Validates the records of some islands, by number.
 
     Raises:
         RendezvousError: a record is not of this kind; names the island.
     """
-    return list(parse_some(kind, dict(enumerate(raw))).values())
-
-
-def parse_some(kind: type[R], raw: Mapping[Any, dict[str, Any]]) -> dict[int, R]:
-    """Validates the records of some islands, by number; see `parse_records`."""
     parsed = {}
     for island, record in raw.items():
         try:
-            parsed[int(island)] = kind.model_validate(record)
+            parsed[island] = kind.model_validate(record)
         except ValidationError as error:
             problem = error.errors()[0]
             raise RendezvousError(

@@ -76,12 +76,7 @@ class Rules:
 
 
 class UsualNorms:
-    """The norms of the last rounds, to detect outliers.
-
-    Args:
-        num_fragments: number of fragments, which take turns; each has usual norms of its own.
-        factor: offers with a norm larger than this factor times the usual norm do not count; None: all count.
-    """
+    """The norms of the last rounds, to detect outliers; for the arguments see `Rules`."""
 
     def __init__(self, num_fragments: int, factor: float | None) -> None:
         self._factor = factor
@@ -94,9 +89,8 @@ class UsualNorms:
     def why_not(self, round_number: int, offer: OfferRecord, smallest: float) -> str:
         """Returns why an offer does not count; "" if it counts.
 
-        Args:
-            smallest: smallest norm of all offers. If all norms grow at once, training has changed, and no offer is an
-                outlier.
+        `smallest` is the smallest norm of all offers: if all grow at once, training has changed, and no offer is an
+        outlier.
         """
         if offer.norm is None or not offer.weight:
             return why_unusable(offer)
@@ -207,11 +201,7 @@ class Candidates:
 
 
 class Fault(NamedTuple):
-    """Why an attempt is not carried out.
-
-    Attributes:
-        offer: path of the invalid offer; "" if the plan is invalid.
-    """
+    """Why an attempt is not carried out, with the path of the invalid offer; "" if the plan is invalid."""
 
     reason: str
     offer: str = ""

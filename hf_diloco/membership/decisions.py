@@ -45,7 +45,7 @@ _CLOSED = "closed: the outcome of an earlier attempt is damaged"
 
 
 class Decisions:
-    """One island's access to plans and outcomes; used by the island's leader only.
+    """One island's access to plans and outcomes; used by the island's leader only. `attempt` is an attempt's folder.
 
     All methods raise `StoreError` if the store does not answer.
     """
@@ -58,7 +58,7 @@ class Decisions:
         self._known: dict[str, OutcomeRecord] = {}  # by attempt, of one round
 
     def plan(self, attempt: str) -> PlanRecord | None:
-        """Returns the plan of the attempt in a folder, None if there is none yet.
+        """Returns the plan of an attempt, None if there is none yet.
 
         Raises:
             ForgedError: the record there cannot be read.
@@ -84,9 +84,7 @@ class Decisions:
     def decide(self, attempt: str, wish: OutcomeRecord) -> OutcomeRecord:
         """Decides an attempt, unless it is decided already; returns the outcome that counts for all islands.
 
-        Args:
-            attempt: its folder.
-            wish: this island's outcome. To commit, the island must have voted.
+        To commit, this island must have voted.
 
         Raises:
             PayloadError: the outcome is corrupt, and this island cannot decide it; it needs a later snapshot.
@@ -123,12 +121,7 @@ class Decisions:
             return found
 
     def refuse_commit(self, attempt: str, mean: str) -> None:
-        """Makes a commit without the necessary votes count as corrupt from now on.
-
-        Args:
-            attempt: its folder.
-            mean: the average that it commits.
-        """
+        """Makes a commit of `mean` without the necessary votes count as corrupt from now on."""
         for name in _OUTCOMES:
             path = f"{attempt}/{name}"
             found = self._log.read_or_refuse(path, OutcomeRecord)
@@ -172,7 +165,7 @@ class Decisions:
         return self._abort(f"{reason}, and a later attempt is committed") if self._has_moved_on(attempt) else wish
 
     def _remember(self, attempt: str, found: OutcomeRecord) -> OutcomeRecord:
-        """Caches the outcome of an attempt, and drops the cache of other rounds; returns the outcome."""
+        """Caches the outcome of an attempt, and drops those of other rounds."""
         attempts = f"{attempt.rpartition('/')[0]}/"
         self._known = {path: known for path, known in self._known.items() if path.startswith(attempts)}
         self._known[attempt] = found

@@ -86,7 +86,7 @@ class Quorum:
         Raises:
             PayloadError: the round is committed, but its plan can no longer be read.
             ExchangeError: another run has replaced this one; see `check_run`.
-            StoreError: the store does not answer; or the round has no attempt left.
+            StoreError: also if the round has no attempt left.
         """
         attempt, reason = Attempt(round_number, 0, doubtful=self._doubtful), ""
         for number in range(MAX_ATTEMPTS):
@@ -116,13 +116,9 @@ class Quorum:
     def find(self, round_number: int, state: Digest) -> Attempt | None:
         """Returns a round, which others may have completed long ago, with plan and offers; None if it has no plan.
 
-        Args:
-            state: digest of this island's outer parameters before the round.
-
         Raises:
             PayloadError: as `current`; or the others have completed the round, and its records are gone, so that it
                 must not be planned again.
-            StoreError: as `current`.
         """
         while True:
             is_over = self.members.is_over(round_number)  # first: the plan precedes that heartbeat
@@ -176,7 +172,7 @@ class Quorum:
             IslandLostError: no quorum within `Rules.patience` seconds, or too few live islands.
             DuplicateIslandError: another process has claimed this island's number.
             StopRequested: this island was asked to stop; the others may use its offer.
-            PayloadError, ExchangeError, StoreError: as `current`.
+            PayloadError, ExchangeError: as `current`.
         """
         watch, once = self._watch(attempt, offer), [self._check_place]
         started = self.clock.now()
@@ -246,9 +242,6 @@ class Quorum:
 
     def with_offers(self, attempt: Attempt, state: Digest) -> Attempt | None:
         """Checks the plan of an attempt, and reads its offers.
-
-        Args:
-            state: digest of this island's outer parameters before the round.
 
         Returns:
             The attempt with its offers. None if the plan or one of its offers is invalid, so that the attempt is now
@@ -350,9 +343,8 @@ class Quorum:
         seen_at, grace = self.clock.now(), min(self.rules.grace, patience)
         others = [offer for offer in attempt.offers if offer.island != self.members.island]
         takes_part = len(others) < len(attempt.offers)
-        reason = "its participants are gone"
-        if takes_part:
-            reason = f"island {self.members.island} no longer holds its offer"
+        no_longer = f"island {self.members.island} no longer holds its offer"
+        reason = no_longer if takes_part else "its participants are gone"
         while (outcome := self._decisions.outcome(attempt.path)) is None:
             alive = self.members.alive()
             if not takes_part and any(self._candidates.waits(offer, alive) for offer in others):

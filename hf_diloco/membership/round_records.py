@@ -57,7 +57,6 @@ class OfferRecord(Record):
 
     @property
     def author(self) -> str:
-        """Name of the process that made it."""
         return author_of(self.island, self.incarnation)
 
 
@@ -89,7 +88,6 @@ class PlanRecord(Record):
 
     @property
     def islands(self) -> frozenset[int]:
-        """The participating islands."""
         return frozenset(participant.island for participant in self.participants)
 
 
@@ -277,7 +275,6 @@ class SnapshotRecord(Record):
 
     Attributes:
         round: rounds completed.
-        rank, num_ranks: the rank that wrote it, and the number of ranks.
         state: digest of the whole outer parameters.
         tensors: where each tensor's part is (see `transport.objects.ObjectInfo`).
         numbers: other values of the method's state, equal on all ranks.

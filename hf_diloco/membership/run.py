@@ -93,12 +93,7 @@ def enter_run(
 def announce_run(
     log: RunLog, num_rounds: int | None, fingerprint: Facts, unit: Literal["island", "node"] = "island"
 ) -> None:
-    """Writes the record of a run of fixed membership, in the background. Only tools that show the run read it.
-
-    Args:
-        num_rounds: after which the run is over; None: unknown.
-        unit: "island" or "node".
-    """
+    """Writes the record of a run of fixed membership, in the background. Only tools that show the run read it."""
     record = RunRecord(
         run=log.seal.run_id,
         by=0,

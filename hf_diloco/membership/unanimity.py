@@ -266,14 +266,7 @@ def _path_of(attempt: Attempt, record: OfferRecord | VoteRecord) -> str:
 
 
 def verdict(by: int, votes: Mapping[int, VoteRecord], num_islands: int, round_number: int) -> OutcomeRecord:
-    """Returns the outcome that follows from the votes.
-
-    Args:
-        by: the island that writes it.
-        votes: by island.
-        num_islands: number of islands with a vote.
-        round_number: for the reason of an abort.
-    """
+    """Returns the outcome that follows from the votes, for island `by` to write."""
     abort = partial(OutcomeRecord, by=by, kind="abort")
     silent = [island for island in range(num_islands) if island not in votes]
     reasons = "; ".join(f"island {island}: {vote.reason}" for island, vote in sorted(votes.items()) if not vote.mean)

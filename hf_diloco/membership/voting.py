@@ -41,11 +41,7 @@ _MAX_OUTVOTED = 2
 
 
 def winner(participants: Collection[int], votes: Mapping[int, str]) -> str | None:
-    """Counts the votes.
-
-    Args:
-        participants: islands with a vote.
-        votes: the digest that each voter holds; "" for an abstention.
+    """Counts the votes: the digest that each voter holds, or "" for an abstention.
 
     Returns:
         The digest held by more than half of the islands that have not abstained; "" if no digest can win any more;
@@ -86,11 +82,7 @@ class Voting:
         """Votes for an average, if this island has a vote, and decides the attempt; returns the outcome that counts.
 
         Waits for other voters while they carry out the attempt and the grace lasts; with direct exchange, even after
-        more than half agree.
-
-        Args:
-            offers: of the attempt; their islands have a vote.
-            mean: digest of the average.
+        more than half agree. The islands of the attempt's `offers` have a vote.
         """
         own, participants = self._island, {offer.island for offer in offers}
         vote = VoteRecord(island=own, mean=mean) if own in participants else None
@@ -141,10 +133,6 @@ class Voting:
     def refuse_commit(self, folder: str, participants: Collection[int], mean: str) -> bool:
         """Whether the votes contradict a commit of an average; the commit then counts as corrupt.
 
-        Args:
-            participants: islands with a vote.
-            mean: digest of the average.
-
         Raises:
             IslandLostError: too many votes are still missing.
         """
@@ -181,11 +169,7 @@ class Voting:
 
 
 class Doubts:
-    """Tracks whether one island's averages are wrong. Equal on all ranks, because all get the same calls.
-
-    Args:
-        is_leader: this rank logs warnings.
-    """
+    """Tracks whether one island's averages are wrong. Equal on all ranks, because all get the same calls."""
 
     def __init__(self, is_leader: bool) -> None:
         self._level = logging.WARNING if is_leader else logging.DEBUG
@@ -200,12 +184,7 @@ class Doubts:
         return self._round == number and (self._num_splits > 0 or self._is_outvoted)
 
     def judge(self, planned: Attempt, digest: str, outcome: OutcomeRecord) -> str:
-        """Returns why this island must end after an attempt; "" if it need not.
-
-        Args:
-            planned: the attempt, as it was before this island voted.
-            digest: of this island's average.
-        """
+        """Returns why this island must end after an attempt in which its average has a digest; "" if it need not."""
         if planned.round != self._round:
             self._round, self._num_splits, self._is_outvoted, self._seen = planned.round, 0, False, {}
         if outcome.kind == "commit":
