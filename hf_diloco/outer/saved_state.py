@@ -43,8 +43,6 @@ def save_state(
     """Writes the outer state into a checkpoint folder, all or nothing. Collective over the island's ranks.
 
     Args:
-        outer: this rank's outer state.
-        checkpoint: the folder.
         global_step: optimizer steps of the whole training.
         data: the island's position in its data.
         is_last: everything else is in the folder already.
@@ -104,7 +102,7 @@ def restore_state(outer: OuterState, checkpoint: Path) -> None:
 def _load(outer: OuterState, checkpoint: Path) -> list[FragmentIndex]:
     """Restores everything but the combined digest; returns the stored progress of each fragment."""
     index = read_index(checkpoint)
-    stored = index.fragments or [FragmentIndex(steps=index.steps_since_sync, weight=index.weight_since_sync)]
+    stored = index.fragments
     _refuse_another(outer, checkpoint, index, stored)
     for number, (fragment, counts) in enumerate(zip(outer.fragments, stored, strict=True)):
         state = load_outer(checkpoint, index, fragment.intervals)
@@ -114,9 +112,7 @@ def _load(outer: OuterState, checkpoint: Path) -> list[FragmentIndex]:
         fragment.steps, fragment.weight, fragment.install_in = counts.steps, counts.weight, counts.install_in
         fragment.digest = counts.digest
         if isinstance(fragment, EagerFragment):
-            fragment.anticipated_of = counts.anticipated_of or index.settings.get(
-                "num_islands", outer.config.num_islands
-            )
+            fragment.anticipated_of = counts.anticipated_of or outer.config.num_islands
         if counts.due_at is not None and index.settings.get("sync_every") == outer.config.sync_every:
             fragment.due_at = counts.due_at
         elif index.round > number:  # the fragment has had its first round
