@@ -138,7 +138,6 @@ def save_outer(
 
     Args:
         checkpoint: the Trainer's `checkpoint-N`.
-        island: the ranks that write.
         parts: this rank's outer state, one a fragment.
         index: everything but `files` and `checkpoint`.
         is_last: everything else is in the checkpoint already, so its files are recorded, too.
@@ -254,8 +253,6 @@ def load_outer(
     """Reads this rank's outer state, from whichever files hold its intervals.
 
     Args:
-        checkpoint: the folder.
-        index: of the checkpoint.
         intervals: the part of the canonical index space to read.
         only: the only tensor to read, such as "anchor"; None: all.
 

@@ -28,10 +28,9 @@ from hf_diloco.methods.outer.eager import Eager
 
 
 class ScratchPool:
-    """A pool of fp32 host vectors for data in flight. Allocates a vector when none is free, and keeps all for reuse.
+    """A pool of fp32 host vectors of `size` values, for data in flight. Allocates one when none is free, for reuse.
 
     Args:
-        size: values in each vector.
         is_locked: whether to page-lock the vectors, because the masters are on a CUDA device.
     """
 
@@ -61,8 +60,6 @@ class Fragment:
     """Outer parameters, momentum and residual of one fragment, and its inner steps since its last round.
 
     Args:
-        config: the outer loop's settings.
-        island: the ranks of this island.
         partition: this rank's part of the fragment.
         intervals: the same part in the canonical index space of the whole model.
         pool: of vectors at least as long as this part.
@@ -71,7 +68,6 @@ class Fragment:
 
     Attributes:
         method: holds the outer parameters and the rest of the method's state, and takes the outer step.
-        codec: encodes the pseudo-gradients.
         steps: inner steps since the last round.
         weight: examples or tokens since then.
         due_at: inner steps since then at which the next round is due.
@@ -131,10 +127,6 @@ class Fragment:
         """Returns a vector from `lend` to the pool."""
         self._pool.give(vector.as_strided((self._pool.size,), (1,), 0))
 
-    def begin(self) -> None:
-        """Makes the master weights the first outer parameters. Collective over the island's ranks."""
-        self.method.start(self.read_masters())
-
     def read_masters(self) -> torch.Tensor:
         """Copies this rank's part of the masters into `scratch` and returns it. Collective in the island."""
         masters = self.scratch
@@ -168,18 +160,17 @@ class Fragment:
         return self.method.pseudo_gradient_(self.read_masters())
 
     def step(self, mean: torch.Tensor, took_part: bool = True, rates: Sequence[float] = ()) -> None:
-        """Takes the outer step with the averaged pseudo-gradient; the masters stay as they are.
+        """Takes the outer step with this rank's part of the average; the masters stay as they are.
 
         Args:
-            mean: this rank's part of the average.
             took_part: whether the average includes the last pseudo-gradient from `pseudo_gradient_`.
             rates: see `OuterMethod.step`.
         """
         if took_part:
-            self.commit_feedback()
+            self._commit_feedback()
         self.method.step(mean, rates)
 
-    def commit_feedback(self) -> None:
+    def _commit_feedback(self) -> None:
         """Commits the residual of the last pseudo-gradient from `pseudo_gradient_`, after a round has used it."""
         if self.feedback is not None:
             self.feedback.commit()
@@ -192,9 +183,8 @@ class Fragment:
         since, that part is not known any more and stays in `progress`; the sum of progress and residual is the same.
 
         Args:
-            progress: this island's progress since the last round, this rank's part.
-            sent: the earlier pseudo-gradient as the other islands decoded it.
-            num_steps: inner steps in it.
+            progress: this rank's part of the progress since the last round.
+            sent: the earlier pseudo-gradient as the other islands decoded it, of `num_steps` inner steps.
         """
         progress.sub_(sent)
         if self.feedback is not None and self._fed_at == num_steps:
@@ -202,7 +192,7 @@ class Fragment:
         self._fed_at = None
 
     def commit_share(self, num_steps: int) -> None:
-        """Does `commit_feedback` for the pseudo-gradient of `num_steps`; estimates it if another was made since.
+        """Commits the residual of the pseudo-gradient of `num_steps`; estimates it if another was made since.
 
         Collective over the island's ranks.
         """
@@ -211,7 +201,7 @@ class Fragment:
         if self._fed_at != num_steps:
             self.take_progress()
             self.feedback.add_(self.scratch.mul_(num_steps / max(self.steps, 1)))
-        self.commit_feedback()
+        self._commit_feedback()
 
     def encode_alone(self, mean: torch.Tensor) -> None:
         """Rounds the average of a single participant as its codec does; otherwise the residual is counted twice."""

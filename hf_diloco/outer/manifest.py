@@ -51,12 +51,9 @@ class FileRecord(BaseModel):
 
 
 def record_files(checkpoint: Path, ranks: IslandGroup, record: str) -> list[FileRecord]:
-    """Flushes every file of a checkpoint to disk and records its size and digest. Collective over the ranks.
+    """Flushes every file of a checkpoint to disk and records its size and digest, but not the file `record`.
 
-    Args:
-        checkpoint: the folder.
-        ranks: share the work.
-        record: name of the record file, which is written last and is left out.
+    Collective over the ranks, which share the work.
 
     Raises:
         CheckpointError: a file cannot be flushed or read; on every rank.
@@ -90,8 +87,6 @@ def read_record(path: Path, kind: type[M], absent: str) -> M:
     """Reads a record that `write_record` wrote.
 
     Args:
-        path: of the file.
-        kind: the record's class.
         absent: the start of the error message for a missing file, which says what is missing and what writes it.
 
     Raises:
@@ -139,12 +134,8 @@ def first_sound(
 ) -> Path | None:
     """Returns the first of `checkpoints` whose files are intact, None if there is none. Warns about corrupt ones.
 
-    Collective over the ranks; uses the leader's `checkpoints`.
-
-    Args:
-        checkpoints: in order of preference.
-        read: reads the file records of a checkpoint.
-        ranks: share the work.
+    Collective over the ranks, which share the work; uses the leader's `checkpoints`, which are in order of preference.
+    `read` reads the file records of a checkpoint.
     """
     for name in ranks.from_leader([str(path) for path in checkpoints]):
         path = Path(name)

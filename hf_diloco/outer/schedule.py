@@ -6,13 +6,9 @@ from hf_diloco.config.diloco import DiLoCoConfig
 
 
 def steps_before(config: DiLoCoConfig, round_number: int) -> int:
-    """Returns the inner steps between a round and its fragment's last one, if no round is missed.
+    """Returns the inner steps between a round, numbered from 1, and its fragment's last one, if no round is missed.
 
     Before a fragment's first round there are fewer.
-
-    Args:
-        config: the outer loop's settings.
-        round_number: from 1.
     """
     if round_number <= config.num_fragments:
         return config.sync_every * round_number // config.num_fragments
@@ -20,12 +16,7 @@ def steps_before(config: DiLoCoConfig, round_number: int) -> int:
 
 
 def step_of(config: DiLoCoConfig, round_number: int) -> int:
-    """Returns the inner steps of the run before a round, if no round is missed.
-
-    Args:
-        config: the outer loop's settings.
-        round_number: from 1; for 0 it returns 0.
-    """
+    """Returns the inner steps of the run before a round, numbered from 1, if no round is missed; for 0 returns 0."""
     if not round_number:
         return 0
     turn, fragment = divmod(round_number - 1, config.num_fragments)

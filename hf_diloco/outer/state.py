@@ -31,12 +31,7 @@ from hf_diloco.outer.schedule import steps_before
 class OuterState:
     """One rank's part of the outer state. Call `open`, and then `begin` or `restore_state`, before anything else.
 
-    Args:
-        config: the outer loop's settings.
-        island: the ranks of this island.
-
     Attributes:
-        codec: encodes the pseudo-gradients.
         shards: this rank's master weights; set by `open`, as the next three.
         fragments: of the model.
         names: a digest of each fragment's parameter names and sizes.
@@ -135,12 +130,8 @@ class OuterState:
     # The first outer parameters
 
     def open(self, shards: Shards, parts: Sequence[tuple[Shards, Partition]]) -> None:
-        """Takes this rank's master weights, and the partition that the islands agreed on.
-
-        Args:
-            shards: of the model.
-            parts: for each fragment, its shards and this rank's partition of it.
-        """
+        """Takes this rank's master weights, and for each fragment its shards and the partition of it that the islands
+        agreed on."""
         self.shards = shards
         wants_rates = find_method(self.config.method).wants_rates
         if wants_rates:
@@ -168,7 +159,7 @@ class OuterState:
     def begin(self) -> None:
         """Makes the master weights the first outer parameters."""
         for fragment in self.fragments:
-            fragment.begin()
+            fragment.method.start(fragment.read_masters())
             self.release_scratch(fragment)
         self.make_digests()
 
@@ -227,10 +218,7 @@ class OuterState:
         """Takes the outer step of a round, which completes it; the masters stay as they are.
 
         Args:
-            round_number: of the round.
-            mean: this rank's part of the averaged pseudo-gradient.
-            took_part: whether the average includes the last pseudo-gradient from `Fragment.pseudo_gradient_`.
-            rates: the inner learning rates in the round's plan.
+            mean, took_part, rates: see `Fragment.step`.
             island: see `Fragment.make_digest`.
         """
         fragment = self.fragment_of(round_number)
@@ -284,7 +272,6 @@ class OuterState:
 
         Args:
             states: the state of each fragment, as in `OuterState.states`.
-            round_number: rounds completed.
         """
         for fragment, state in zip(self.fragments, states, strict=True):
             self.install(fragment)
@@ -310,7 +297,6 @@ class OuterState:
         The masters move by the same difference as the outer parameters.
 
         Args:
-            fragment: of the round.
             used: the pseudo-gradient that this island sent and the round used, which is subtracted from the progress.
             num_steps: inner steps in `used`.
         """
