@@ -211,9 +211,6 @@ class Archive:
         Args:
             is_resuming: see `skip_to_snapshot`.
             may_be_used: this island had offered for the round, and its progress must not count twice.
-
-        Raises:
-            IslandLostError: there is no later snapshot yet.
         """
         self._load_later_snapshot(error)
         if self.island.is_leader:
@@ -224,7 +221,6 @@ class Archive:
             self._drop_after(number)
 
     def _load_later_snapshot(self, error: PayloadError) -> None:
-        """Loads a later snapshot; raises `IslandLostError` if there is none yet."""
         if not self.load_snapshot(lambda: getattr(self.snapshots.newest(self.outer.round), "folder", None)):
             raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
 

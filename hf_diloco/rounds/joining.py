@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -162,17 +163,14 @@ class Joining:
         An island that resumed from it would plan rounds that others plan from another state.
         """
         number = self.outer.round
-        try:
-            came_to_it = self._run_came_to(number, self.outer.outer_hash)
-        except PayloadError:  # corrupt: the round is skipped later
-            return
-        if not came_to_it:
-            raise CheckpointError(
-                f"the checkpoint's round {number} differs from that of the run at {self.config.rendezvous}, or the "
-                "run has not reached it: one of the two was restored from a copy. Move this island's checkpoints from "
-                f"round {number} on away, and it goes on from the others' state; or stop all islands, and start them "
-                "with an empty rendezvous: they go on from their checkpoints in a new run"
-            )
+        with suppress(PayloadError):  # corrupt: the round is skipped later
+            if not self._run_came_to(number, self.outer.outer_hash):
+                raise CheckpointError(
+                    f"the checkpoint's round {number} differs from that of the run at {self.config.rendezvous}, or "
+                    "the run has not reached it: one of the two was restored from a copy. Move this island's "
+                    f"checkpoints from round {number} on away, and it goes on from the others' state; or stop all "
+                    "islands, and start them with an empty rendezvous: they go on from their checkpoints in a new run"
+                )
 
     def _run_came_to(self, number: int, state: str) -> bool:
         """Whether the run in the store had `state` after round `number`; also True if the store cannot tell."""
@@ -276,7 +274,7 @@ class Joining:
         return self._snapshots.start() if newest else None
 
     def _pause(self, wait: Wait, missing: str) -> None:
-        """Waits for a moment, and logs what is missing; raises `StopRequested` if this island is asked to stop."""
+        """Waits for a moment, and logs what is missing."""
         if self.should_stop():
             raise StopRequested
         wait.look(missing)

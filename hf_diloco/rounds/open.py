@@ -158,13 +158,7 @@ def _meet_at_island_0(
 
 
 def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_stop: Callable[[], bool]) -> None:
-    """Waits until island 0 has begun another training. It first shuts down the store of the last one.
-
-    Args:
-        place: the settings with the address of island 0's stores.
-        has_begun: whether the store there belongs to the new training.
-        should_stop: see `open_session`.
-    """
+    """Waits until island 0, at the rendezvous of `place`, has begun another training: it first ends the last store."""
     deadline = time.monotonic() + place.join_timeout
     notes = WaitNotes(place.island)
     wait = notes.begin(place.join_timeout, where=place.rendezvous)
@@ -201,13 +195,9 @@ def _look_at(url: str) -> ObjectStore:
 
 
 def _place_after(config: DiLoCoConfig, after: BaseSession) -> DiLoCoConfig:
-    """Returns the settings of the next training: its rendezvous is below the first one's, with the next number.
+    """Returns the settings of the training after the one of session `after`, from those of the first training.
 
-    If the last training was not finished, the number stays the same.
-
-    Args:
-        config: of the first training.
-        after: the session of the last training.
+    Its rendezvous is below the first one's, with the next number; the same if the last training was not finished.
     """
     first, before = str(config.rendezvous), str(after.config.rendezvous)
     found = re.fullmatch(r"training-(\d+)", before.removeprefix(first).strip("/"))

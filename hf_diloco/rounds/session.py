@@ -150,7 +150,6 @@ class BaseSession(ABC):
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
-        """Sets the phase in heartbeats to "syncing" for its body, then to "training"."""
         self._set_phase("syncing")
         try:
             yield
@@ -189,11 +188,7 @@ class BaseSession(ABC):
         return [FragmentShards(shards, part) for part in names]
 
     def is_due(self, is_last: bool = False) -> bool:
-        """Whether `advance` must be called after the last counted inner step.
-
-        Args:
-            is_last: that was the last step of the run.
-        """
+        """Whether `advance` must be called after the last counted inner step; `is_last`: of the whole run."""
         if self._failure or self.outer.is_due or self.outer.next_install() is not None:
             return True
         return is_last and self._is_streaming and self._is_ahead

@@ -91,7 +91,6 @@ class Snapshots:
         """Writes this rank's part.
 
         Args:
-            round_number: rounds completed.
             state: digest of the outer parameters.
             parts: this rank's part of each fragment's tensors, by name; fp64 tensors are the same on all ranks.
             folder: default: this process's own.
@@ -119,12 +118,7 @@ class Snapshots:
     def write_behind(
         self, round_number: int, state: str, parts: Sequence[Mapping[str, torch.Tensor]], keep_rounds: int
     ) -> None:
-        """Writes this rank's part in a thread; call `wait` before the tensors change. Rank 0 then calls `clear_up`.
-
-        Args:
-            round_number, state, parts: see `write`.
-            keep_rounds: rounds before the newest complete snapshot whose pseudo-gradients are kept.
-        """
+        """Does `write` in a thread, and rank 0 then `clear_up`; call `wait` before the tensors change."""
 
         def run() -> None:
             try:
@@ -186,11 +180,7 @@ class Snapshots:
             self._log.store.delete([path for path in self._log.list(folder) if self._is_ours(path)])
 
     def at(self, folder: str) -> Snapshot:
-        """Returns the complete snapshot in a folder.
-
-        Raises:
-            PayloadError: there is none any more.
-        """
+        """Returns the complete snapshot in a folder; raises `PayloadError` if there is none any more."""
         found = self._read(folder)
         if found is None:
             raise PayloadError(f"the snapshot {folder} is gone: start again", folder)
@@ -244,11 +234,8 @@ class Snapshots:
         self._log.store.delete([path for path in old + payloads if self._is_ours(path)])
 
     def make_room(self, unfinished_round: int | None = None) -> None:
-        """Deletes all expendable objects after the store has run full; ignores errors.
-
-        Args:
-            unfinished_round: round of a snapshot that this process could not finish.
-        """
+        """Deletes all expendable objects, also this process's unfinished snapshot of a round, after the store has run
+        full; ignores errors."""
         with contextlib.suppress(DiLoCoError):
             if unfinished_round is not None:
                 self._log.store.delete(self._log.list(self.folder(unfinished_round)))
