@@ -19,5 +19,6 @@ def make_index(num_parameters: int, **changes: Any) -> OuterIndex:
         "outer_digest": "cd",
         "settings": {},
         "data": {},
+        "fragments": [],
     }
     return OuterIndex(**{**facts, **changes})

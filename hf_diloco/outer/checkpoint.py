@@ -79,8 +79,8 @@ class FragmentIndex(BaseModel):
     weight: float
     due_at: int | None = None
     install_in: int | None = None
-    digest: str = ""
-    parameters: str = ""
+    digest: str
+    parameters: str
     anticipated_of: int | None = Field(default=None, ge=1)
     distances: list[float] = []
 
@@ -126,7 +126,7 @@ class OuterIndex(BaseModel):
     run: str = ""
     settings: dict[str, Any]
     data: dict[str, Any]
-    fragments: list[FragmentIndex] = []
+    fragments: list[FragmentIndex]
     files: list[OuterFile] = []
     checkpoint: list[FileRecord] = []
 

@@ -147,7 +147,7 @@ def _refuse_another(outer: OuterState, checkpoint: Path, index: OuterIndex, stor
             f"{checkpoint} holds the outer state of another model: {index.num_parameters:,} trainable parameters, "
             f"here {outer.shards.num_parameters:,} (or others of the same number)"
         )
-    method = index.settings.get("method", "diloco")
+    method = index.settings["method"]
     if not _is_same_method(method, outer.config.method):
         raise CheckpointError(
             f"{checkpoint} is of a run with method={method}, here method={outer.config.method}, which cannot go on "
@@ -158,7 +158,7 @@ def _refuse_another(outer: OuterState, checkpoint: Path, index: OuterIndex, stor
             f"{checkpoint} is of a run with num_fragments={len(stored)}, here num_fragments="
             f"{len(outer.fragments)}, which cannot go on from there: resume with the same number"
         )
-    if any(counts.parameters not in ("", names) for counts, names in zip(stored, outer.names, strict=True)):
+    if [counts.parameters for counts in stored] != outer.names:
         raise CheckpointError(
             f"{checkpoint} is of a run with as many fragments, but other parameters in them: resume with the same "
             "fragment_order and fragment_patterns"
