@@ -302,7 +302,7 @@ class ElasticRounds(Rounds):
             fragment.count_down(steps)
 
     def _diverged(self, planned: Attempt, fault: str) -> DivergedError:
-        """Returns the error for a round whose average this island cannot reproduce: is its outer state sound?"""
+        """Returns the error for an average that this island cannot reproduce; it says whether its state is sound."""
         fragment = self.outer.fragment_of(planned.round)
         digest = fragment.digest
         fragment.make_digest(self.island)
