@@ -48,8 +48,8 @@ class FastClock(Clock):
     after the other, and one that wakes another and then waits may be missed: only several looks in a row count. Time
     goes from alarm to alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
 
-    Use it in a `with` block. At its end daemon threads that still sleep do so for ever. Others end, such as rounds that
-    a test leaves behind: they would keep the process from ending.
+    Use it in a `with` block. At its end daemon threads that still sleep do so for ever. Others end, such as rounds
+    that a test leaves behind: they would keep the process from ending.
     """
 
     TICK, STEP = 0.001, 0.05
