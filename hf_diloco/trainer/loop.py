@@ -197,8 +197,9 @@ class OuterLoop(HasOuterWeights):
         self._stop.uninstall(waits=not is_alone)
         self._record.close()
         self._show_end(state="failed", message=str(error) or type(error).__name__)
+        leave = session.hang_up if is_alone else session.abandon
         if not session.has_left:
-            session.hang_up() if is_alone else session.abandon()
+            leave()
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
@@ -339,8 +340,7 @@ class OuterLoop(HasOuterWeights):
         self._drain()
 
     def _write_outer(self, folder: Path, is_last: bool = True) -> None:
-        outer = self._need_session().outer
-        save_state(outer, folder, self.global_step, {"steps": self.global_step}, is_last)
+        save_state(self._need_session().outer, folder, self.global_step, {"steps": self.global_step}, is_last)
 
     def _note_saved(self, folder: Path | None) -> None:
         if folder is not None:
