@@ -126,6 +126,7 @@ class Member:
             self.missed += 1
 
     def save(self, folder: Path) -> Path:
+        self.session.drain()  # an average that is still uploaded lies in the vector that this overwrites
         folder.mkdir(parents=True)
         torch.save(self.model.state_dict(), folder / "model.pt")
         save_state(self.session.outer, folder, 0, {})
@@ -149,6 +150,7 @@ class Member:
     @property
     def progress(self) -> torch.Tensor:
         """What it trained and has not brought into a round."""
+        self.session.drain()  # as in `save`
         self.session.outer.current.take_progress()
         return self.session.outer.current.scratch.clone()
 
