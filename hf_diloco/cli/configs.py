@@ -58,11 +58,14 @@ def copy(
             raise ConfigError(
                 f"{to / file} is there already, with other contents: choose another folder (--to FOLDER)"
             )
-    for file in files:
-        (to / file).parent.mkdir(parents=True, exist_ok=True)
-        if not (to / file).exists():  # otherwise it is equal, perhaps the same file
-            shutil.copyfile(SHIPPED / file, to / file)
-        typer.echo(to / file)
+    try:
+        for file in files:
+            (to / file).parent.mkdir(parents=True, exist_ok=True)
+            if not (to / file).exists():  # otherwise it is equal, perhaps the same file
+                shutil.copyfile(SHIPPED / file, to / file)
+            typer.echo(to / file)
+    except OSError as error:
+        raise ConfigError(f"{to / file} cannot be written ({error.strerror}): give another folder (--to)") from None
 
 
 def _headline(text: str) -> str:

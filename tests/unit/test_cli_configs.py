@@ -103,3 +103,9 @@ def test_copy_takes_all_but_overwrites_nothing() -> None:
     with pytest.raises(ConfigError, match=r"configs/deepspeed/zero2\.json is there already"):
         configs("copy", "bucket")
     assert not Path("configs/bucket.yaml").exists(), "nothing is copied by halves"
+
+
+def test_a_copy_that_cannot_be_written_says_what_to_give() -> None:
+    Path("mine").write_text("a file")
+    with pytest.raises(ConfigError, match=r"mine/deepspeed/zero2\.json cannot be written \(.*\): give another folder"):
+        configs("copy", "deepspeed/zero2.json", "--to", "mine")
