@@ -179,6 +179,7 @@ def _show_found(report: CheckReport) -> None:
     console.print(f"found     {counts or 'nothing wrong'}", markup=False)
     for finding in report.findings:
         size = f", {text.size(finding.num_bytes)}" if finding.num_bytes else ""
+        stays = " (it stays: islands pass over it by themselves)" if finding.stays else ""
         moved = f"; moved to {finding.moved_to}" if finding.moved_to else ""
-        line = text.printable(f"{finding.kind} {finding.path}{size}: {finding.reason}{moved}")
+        line = text.printable(f"{finding.kind} {finding.path}{size}: {finding.reason}{stays}{moved}")
         console.print(line, markup=False, soft_wrap=True, style=_KIND_STYLES[finding.kind])

@@ -76,6 +76,7 @@ class Finding(BaseModel):
 
     Attributes:
         path: one with a trailing slash is an empty folder.
+        stays: it must not be set aside: islands pass over it by themselves.
         moved_to: where it was set aside.
     """
 
@@ -83,6 +84,7 @@ class Finding(BaseModel):
     kind: Kind
     reason: str
     num_bytes: int = 0
+    stays: bool = False
     moved_to: str | None = None
 
 
@@ -132,7 +134,7 @@ def set_aside(store: ObjectStore, report: CheckReport) -> CheckReport:
 
 
 def _move(store: ObjectStore, finding: Finding, taken: set[str]) -> Finding:
-    if finding.kind not in ("damaged", "forged", "abandoned") or finding.reason.endswith(_STAYS):
+    if finding.stays or finding.kind not in ("damaged", "forged", "abandoned"):
         return finding
     if finding.path.endswith("/"):
         store.drop([entry for entry in store.unfinished() if entry.path == finding.path])
@@ -145,9 +147,6 @@ def _move(store: ObjectStore, finding: Finding, taken: set[str]) -> Finding:
     except TruncatedError:
         target = "(nowhere: it is gone by now)"
     return finding.model_copy(update={"moved_to": target})
-
-
-_STAYS = " (it stays: islands pass over it by themselves)"
 
 
 class _Check:
@@ -185,9 +184,9 @@ class _Check:
             findings=[self._found[path] for path in sorted(self._found)],
         )
 
-    def _note(self, path: str, kind: Kind, reason: str, size: int = 0) -> None:
+    def _note(self, path: str, kind: Kind, reason: str, size: int = 0, stays: bool = False) -> None:
         size = self._entries[path].size if path in self._entries else size
-        self._found.setdefault(path, Finding(path=path, kind=kind, reason=reason, num_bytes=size))
+        self._found.setdefault(path, Finding(path=path, kind=kind, reason=reason, num_bytes=size, stays=stays))
 
     # Single objects
 
@@ -258,7 +257,7 @@ class _Check:
                 reason = f"the attempt was decided all the same; {finding.reason}"
                 self._found[path] = finding.model_copy(update={"kind": "settled", "reason": reason})
             elif round_number <= reached and (is_decision or ("/votes/" in path and attempt not in decided)):
-                self._found[path] = finding.model_copy(update={"reason": finding.reason + _STAYS})
+                self._found[path] = finding.model_copy(update={"stays": True})
 
     def _check_snapshots(self) -> list[str]:
         """Returns what lies in incomplete snapshots that are older than the newest complete one."""
@@ -288,7 +287,7 @@ class _Check:
             return True
         if path not in self._entries:
             if not self._is_under_way(path):
-                self._note(path, "damaged", f"{who} names it, and it is absent{_STAYS}")
+                self._note(path, "damaged", f"{who} names it, and it is absent", stays=True)
             return False
         if self._entries[path].size != size:
             self._note(path, "damaged", f"has {self._entries[path].size} bytes, and {who} says {size}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,6 +178,18 @@ def test_values_that_are_gone_or_changed(meeting: Meeting) -> None:
     store.delete([gone])
     assert kinds(look(meeting.url)) == {gone: "damaged", short: "damaged"}
     assert kinds(look(meeting.url, is_deep=True)) == {gone: "damaged", short: "damaged", anchor: "damaged"}
+
+
+def test_a_broken_plan_of_a_round_that_islands_may_be_at_stays(meeting: Meeting) -> None:
+    """Without it, they would take the round in another way than those who have passed over it."""
+    run_islands(2, lambda island: meeting.island(island).train(4))
+    plans = [f"rounds/{number:08d}/00/plan.json" for number in (3, 4)]
+    for plan in plans:
+        ObjectStore(meeting.url).put(plan, b"{")
+    output = command(meeting.url, "--repair", code=1).output
+    assert re.search(rf"damaged {plans[0]}.* \(it stays: islands pass over it by themselves\)", output)
+    assert re.search(rf"damaged {plans[1]}.*; moved to damaged/{plans[1]}", output), "nobody can be at the round after"
+    assert ObjectStore(meeting.url).get(plans[0], 10) == b"{"
 
 
 def test_values_that_are_announced_where_none_can_be(tmp_path: Path) -> None:
