@@ -225,7 +225,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
             survives_losses=self._survives_losses(),
         )
         files = RunFilesCallback(
-            progress, self._num_rounds, self._sync_every, tokens or examples, was_stopped=lambda: self.stopped
+            progress, self._num_rounds, self._sync_every, tokens or examples, end_of=self._progress_at_end
         )
         trainer.add_callback(files)  # a Trainer also calls callbacks added during an event
 
@@ -236,6 +236,10 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def _num_rounds(self) -> int:
         """Returns the number of completed rounds."""
         return 0
+
+    def _progress_at_end(self) -> dict[str, str]:
+        """Returns what the launcher is told when training ends; see `Progress`."""
+        return {"state": "stopped" if self.stopped else "done"}
 
     def _end_early(self, control: TrainerControl) -> None:
         """Makes the Trainer save a checkpoint of this step and stop."""

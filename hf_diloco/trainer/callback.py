@@ -271,6 +271,10 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def _num_rounds(self) -> int:
         return self.round
 
+    def _progress_at_end(self) -> dict[str, str]:
+        failure = self._failure
+        return {"state": "failed", "message": str(failure)} if failure else super()._progress_at_end()
+
     @property
     def _outer(self) -> OuterState:
         return self._need_session().outer

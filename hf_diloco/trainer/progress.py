@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class RunFilesCallback(TrainerCallback):
         rounds: returns the number of completed rounds.
         sync_every: inner steps between rounds; 0 without rounds.
         tokens_per_step: tokens (or other units) per step of the whole island.
-        was_stopped: in a user's own script: returns whether training ended on request. None in a run file's training.
+        end_of: in a user's own script: returns the `state` and `message` at the end of training. None with a run file.
         evaluates_at_end: whether to evaluate after the last step; ignored in a user's own script.
     """
 
@@ -122,14 +122,14 @@ class RunFilesCallback(TrainerCallback):
         rounds: Callable[[], int],
         sync_every: int,
         tokens_per_step: int,
-        was_stopped: Callable[[], bool] | None = None,
+        end_of: Callable[[], Mapping[str, str]] | None = None,
         evaluates_at_end: bool = True,
     ) -> None:
         self._progress = progress
         self._rounds = rounds
         self._sync_every = sync_every
         self._tokens_per_step = tokens_per_step
-        self._was_stopped = was_stopped
+        self._end_of = end_of
         self._evaluates_at_end = evaluates_at_end and not self.is_in_script
         self._speed = Speed()
         self._is_training = False
@@ -137,7 +137,7 @@ class RunFilesCallback(TrainerCallback):
     @property
     def is_in_script(self) -> bool:
         """Whether a user's own script trains, instead of a run file."""
-        return self._was_stopped is not None
+        return self._end_of is not None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._is_training = True
@@ -173,8 +173,8 @@ class RunFilesCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Reports the final state in a user's own script; with a run file, the caller reports it."""
         self._is_training = not self.is_in_script
-        if self._was_stopped is not None:
-            self._update(state, state="stopped" if self._was_stopped() else "done")
+        if self._end_of is not None:
+            self._update(state, **self._end_of())
 
     def _resume(self, state: TrainerState, now: str) -> None:
         self._speed.restart()

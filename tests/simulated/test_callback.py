@@ -564,8 +564,12 @@ def test_a_process_whose_place_was_taken_while_it_hung_touches_no_checkpoint(tmp
     assert not events(folder, "train")[2:], "what it has to tell is of no use to the other's record"
 
 
-def test_a_lost_island_ends_training_after_a_checkpoint(free_port: int, tmp_path: Path) -> None:
-    folder = tmp_path / "first"
+def test_a_lost_island_ends_training_after_a_checkpoint(
+    free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, launched = tmp_path / "first", tmp_path / "launched"
+    launched.mkdir()
+    monkeypatch.setenv(ENV_FOLDER, str(launched))
     with second_island(free_port, tmp_path, 1, sync_every=3) as config:
         callback, tracker = DiLoCoCallback(**config), Ending()
         trainer = make_trainer(folder, callback, tracker)
@@ -579,6 +583,9 @@ def test_a_lost_island_ends_training_after_a_checkpoint(free_port: int, tmp_path
     index = read_index(folder / "checkpoint-6")
     assert (index.round, index.steps_since_sync) == (1, 3), "the round that did not take place is due"
     assert events(folder, "end")[0]["rounds"] == 1
+    shown = read_progress(launched / "progress.json")
+    assert shown.state == "failed"
+    assert "island 1 left the run before round 2" in shown.message
     saved = torch.load(folder / "checkpoint-6" / "optimizer.pt", weights_only=True)
     assert saved["state"]
 
