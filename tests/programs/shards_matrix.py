@@ -30,7 +30,7 @@ from tests.programs.shards_engines import VOCABULARY, Engine, groups_of_optimize
 from tests.programs.shards_reference import Reference, whole, working_weights
 from tests.programs.shards_table import Cell, cells_for
 
-WINDOW = 300  # values; a model has about 8,000, its adapters 900
+NUM_WINDOWS = 6  # in which the values of one cell move
 NUM_LANES = (1, 2, 3, 5)
 BUFFER_LANES = (2, 5)  # of the inner optimizer's buffers, which are cut by the same code
 
@@ -190,7 +190,7 @@ class Examination:
     # Partitions
 
     def _check_partitions(self) -> None:
-        partition.WINDOW_VALUES = WINDOW
+        partition.WINDOW_VALUES = self._shards.num_parameters // NUM_WINDOWS
         if not self._shards.is_replicated or self._island.size == 1:
             self._check_partition("aligned", AlignedPartition(self._shards, self._island))
         for num_lanes in NUM_LANES:
@@ -215,7 +215,9 @@ class Examination:
         lengths = [part.numel() for part in cut.split(out)]
         self._expect_cut(lengths == cut.lane_sizes and len(lengths) == len(cut.lanes), f"{name}: {lengths}")
         self._check_cover(name, cut)
-        self._expect_cut(traffic.largest <= WINDOW, f"{name}: {traffic.largest} values under way at once")
+        self._expect_cut(
+            traffic.largest <= partition.WINDOW_VALUES, f"{name}: {traffic.largest} values under way at once"
+        )
         moves = isinstance(cut, LanePartition) and self._island.size > 1
         as_due = traffic.count >= 2 if moves else traffic.count == 0
         self._expect_cut(as_due, f"{name}: {traffic.count} transfers inside the island")
