@@ -28,6 +28,7 @@ from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.round import Contribution, Part, RoundPassed, Rounds, SyncClock, capture
 from hf_diloco.store.log import Refusals
 from hf_diloco.transport.base import AverageStats
+from hf_diloco.utils.text import name_all
 
 MAX_IN_A_ROW = 4
 """Consecutive attempts at a round. If all are aborted, the cause may persist: all islands miss the round and train on,
@@ -189,7 +190,8 @@ class ElasticRounds(Rounds):
                 with clock.counts("waiting"):
                     is_there = self.island.on_leader(partial(self.archive.await_average, planned))
                 if not is_there:
-                    raise PayloadError(f"the average of round {planned.round} is not in the store")
+                    holders = name_all(planned.participants)
+                    raise PayloadError(f"the average of round {planned.round}, of {holders}, is not in the store")
             elif self._is_direct and not self._offers.is_all_taken(planned, steps):
                 patience = self.config.exchange_timeout
                 with clock.counts("waiting"):
