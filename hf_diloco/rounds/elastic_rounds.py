@@ -191,7 +191,9 @@ class ElasticRounds(Rounds):
                     is_there = self.island.on_leader(partial(self.archive.await_average, planned))
                 if not is_there:
                     holders = name_all(planned.participants)
-                    raise PayloadError(f"the average of round {planned.round}, of {holders}, is not in the store")
+                    raise PayloadError(
+                        f"the average of round {planned.round}, taken by {holders}, is not in the store"
+                    )
             elif self._is_direct and not self._offers.is_all_taken(planned, steps):
                 patience = self.config.exchange_timeout
                 with clock.counts("waiting"):

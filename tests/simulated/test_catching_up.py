@@ -301,6 +301,18 @@ def test_who_finds_neither_values_nor_a_snapshot_is_told_or_waits(tmp_path: Path
         assert (late.missed, late.session.outer.round) == (1, number - 1)
 
 
+def test_a_missed_round_names_who_may_still_hold_its_average(tmp_path: Path, fast_clock: FastClock) -> None:
+    settings: dict[str, Any] = {"snapshot_every": 100, "exchange_timeout": 3.0, **ENGINES["mesh"]}
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.1, **settings)
+    first, late = run_islands(2, lambda island: meeting.island(island).train(2))
+    number = late.session.outer.round + 1
+    first.train_to(number)
+    first.session.close()
+    delete(log_of(meeting), f"rounds/{number:08d}/00/mean")
+    with pytest.raises(MissedRoundError, match=rf"the average of round {number}, taken by island 0, is not in"):
+        late.session.sync()
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_damaged_round_is_missed_until_there_is_a_snapshot(tmp_path: Path, engine: str) -> None:
     meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.1, snapshot_every=4, **ENGINES[engine])
