@@ -21,7 +21,7 @@ def store() -> KeptStore:
     return KeptStore()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_survivors() -> Iterator[None]:
     """Islands that meet in a store give no sign of life after the test."""
     yield
@@ -42,7 +42,7 @@ def fast_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FastClock]:
 
 
 @pytest.fixture
-def quick_heartbeats(monkeypatch: pytest.MonkeyPatch, no_survivors: None) -> None:
+def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Islands live by real time, as programs beside them do, but faster."""
     from hf_diloco.membership import heartbeats as members
 

@@ -155,7 +155,6 @@ def of_another_fragment_then_attempt(attacker: Attacker, way: Way, number: int) 
     return [attacker.kept[way][number]]
 
 
-@pytest.mark.usefixtures("no_survivors")
 def test_what_belongs_to_another_fragment_or_attempt_is_refused_and_the_round_is_taken_again(
     attackers: list[Attacker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,7 +178,6 @@ def to_one_end(attacker: Attacker, way: Way, number: int) -> list[bytes] | None:
     return flip(0)(attacker, way, number) if is_attacked else pass_on(attacker, way, number)
 
 
-@pytest.mark.usefixtures("no_survivors")
 def test_islands_of_which_one_receives_nothing_sound_miss_the_round_together(
     attackers: list[Attacker], tmp_path: Path
 ) -> None:

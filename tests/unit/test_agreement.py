@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -630,6 +631,8 @@ def listener() -> Iterator[Callable[[Callable[[socket.socket], object]], str]]:
 
     yield open_port
     for one in opened:
+        with contextlib.suppress(OSError):  # the other end has closed it
+            one.shutdown(socket.SHUT_RDWR)  # closing alone wakes no thread that accepts
         one.close()
 
 
