@@ -32,6 +32,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -445,6 +446,8 @@ def main() -> None:
     assert threads == 1, f"{threads} threads: a fork would lose them"
     import gc
 
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # else torch unregisters all operators, 0.02 s, in each process that ends
     gc.collect()
     gc.freeze()
     request = _serve(connection)
