@@ -41,8 +41,8 @@ class Stopped(Exception):
 class OneVoteArrives(MeshExchange):
     """In the first vote of a group of four, the stopped node's vote comes to one node only."""
 
-    def __init__(self, lane: Lane) -> None:
-        super().__init__(lane)
+    def __init__(self, lane: Lane, **settings: Any) -> None:
+        super().__init__(lane, **settings)
         self._is_first = lane.num_islands == NUM_NODES
         self._place = lane.island
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from hf_diloco.errors import FingerprintError, IslandLostError
+from hf_diloco.errors import ExchangeError, FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.node import NodeNeighbours
@@ -68,6 +68,48 @@ def test_a_step_says_for_whom_it_waits_and_how_the_node_comes_back(
     _, message = run_islands(2, run)
     assert "node 1: a step: waiting for node 0 (" in caplog.text
     assert "Start node 1 again, alone, by the same command: it returns" in message
+
+
+def test_a_node_that_hangs_where_all_average_is_waited_for_by_name_and_lost(
+    store: KeptStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was in the group of the average before."""
+    caplog.set_level("WARNING", "hf_diloco")
+    said_before_a_new_group = threading.Barrier(2)
+    ring, ended = make_topology("ring", 3), threading.Barrier(3)
+
+    def run(node: int) -> list[str]:
+        notes = WaitNotes(node, "node", first=0.2, every=0.2)
+        neighbours = gossip_meshes.join(store, ring, node, notes=notes, exchange_timeout=SHORT)
+        neighbours.average(torch.ones(8))
+        if node != 2:
+            give_up = neighbours._group._give_up
+
+            def look(error: ExchangeError) -> None:
+                assert f"node {node}: the average of all nodes: waiting for " in caplog.text
+                said_before_a_new_group.wait(LONG)
+                give_up(error)
+
+            neighbours._group._give_up = look  # type: ignore[method-assign]
+            neighbours.average(torch.ones(8))
+        ended.wait(LONG)
+        news = neighbours.take_events()
+        assert ("did not join" in neighbours.lost.get(2, "")) == (node != 2)
+        neighbours.close()
+        return news
+
+    *others, _ = run_islands(3, run)
+    assert (
+        others
+        == [
+            [
+                "node 2 was lost (it did not join the average of all nodes): its weight stays with this node until it "
+                "returns",
+                "the average of all nodes is over nodes 0, 1 from now on, without node 2",
+            ]
+        ]
+        * 2
+    )
 
 
 def test_the_node_that_keeps_the_rendezvous_says_that_it_cannot_return(store: KeptStore) -> None:

@@ -33,6 +33,8 @@ from hf_diloco.transport.base import RateLimit, Traffic
 from hf_diloco.utils.text import name_all
 from hf_diloco.utils.waiting import WaitNotes
 
+_MISSED_AVERAGE = "it did not join the average of all nodes"
+
 
 class MeshNeighbours(Neighbours):
     """One process's end of the graph.
@@ -310,12 +312,10 @@ class MeshNeighbours(Neighbours):
         members = self._group.members
         absent = set(range(self.num_nodes)) - set(members)
         for node in absent - self.lost.keys():
-            if node in self._edges:
-                if self._published is not None:  # the node is late, but others can still read its published payload
-                    continue
-                self._edges.pop(node).close()
-                self._reception.look_for([node])
-            self.lost[node] = "it did not join the average of all nodes"
+            if node not in self._edges:
+                self.lost[node] = _MISSED_AVERAGE
+            elif self._published is None:  # else the node is late, but others can still read its published payload
+                self._lose(node, _MISSED_AVERAGE)
         for node in set(members) & self.lost.keys() - set(self.peers):
             del self.lost[node]
         if absent:

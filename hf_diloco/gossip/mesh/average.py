@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 
@@ -35,6 +36,8 @@ MAX_ATTEMPTS = 5
 
 SUSPECT_SECONDS = 2.0
 """How long nodes that form a group wait for a node that one of them has lost: perhaps only one link broke."""
+
+_WHAT = "the average of all nodes"
 
 
 class GroupAverage:
@@ -171,9 +174,10 @@ class GroupAverage:
                 continue
             records = self._read_records(members)
             self._board.put("attempt", {"number": self._attempt})
-            name = f"{self._board.name}/average{self._attempt}"
+            lane = self._endpoint.lane(f"{self._board.name}/average{self._attempt}", members, self._timeout)
+            others = [member for member in members if member != self._node]
             try:
-                self._group = MeshExchange(self._endpoint.lane(name, members, self._timeout))
+                self._group = MeshExchange(lane, watch=partial(self._notes.watch, self._timeout, _WHAT, others))
             except (ExchangeError, ForgedError):
                 continue
             self._group_members = members
@@ -204,7 +208,7 @@ class GroupAverage:
         self._board.put(self._key(self._node), record)
         begun = time.monotonic()
         patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others too
-        present, wait = {self._node}, self._notes.begin(patience, "the average of all nodes")
+        present, wait = {self._node}, self._notes.begin(patience, _WHAT)
         await_news = self._board.news()
         while (decided := self._board.read(self._key("group"))) is None:
             absent = set(range(self._num_nodes)) - present
