@@ -174,10 +174,11 @@ class GroupAverage:
                 continue
             records = self._read_records(members)
             self._board.put("attempt", {"number": self._attempt})
-            lane = self._endpoint.lane(f"{self._board.name}/average{self._attempt}", members, self._timeout)
             others = [member for member in members if member != self._node]
+            watch = partial(self._notes.watch, self._timeout, _WHAT, others)
+            lane = self._endpoint.lane(f"{self._board.name}/average{self._attempt}", members, self._timeout, watch())
             try:
-                self._group = MeshExchange(lane, watch=partial(self._notes.watch, self._timeout, _WHAT, others))
+                self._group = MeshExchange(lane, watch=watch)
             except (ExchangeError, ForgedError):
                 continue
             self._group_members = members
