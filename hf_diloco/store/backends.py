@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote
@@ -137,18 +136,14 @@ class Cloud:
 
 class Server(Cloud):
     """Objects on a server of ours at http://HOST:PORT, below `path`. Small ones travel in the long polls that only
-    such a server answers; the client is made when it is first needed."""
+    such a server answers."""
 
-    def __init__(self, make_client: Callable[[], Client], address: str, path: str, timeout: float) -> None:
-        self._make_client = make_client
+    def __init__(self, client: Client, address: str, path: str, timeout: float) -> None:
+        super().__init__(client)
         self._timeout = timeout
         self._connections = urllib3.connection_from_url(address, maxsize=_CONNECTIONS_KEPT, retries=False)
         self._path = f"/changes/{path}"
         self._has_answered = False
-
-    @cached_property
-    def _client(self) -> Client:  # type: ignore[override]
-        return self._make_client()
 
     def greet(self) -> None:
         self.poll(PollRequest())  # bypasses the proxies that the environment names
@@ -259,8 +254,7 @@ def open_backend(url: str, timeout: float, read_only: bool, max_retries: int = 1
         address = f"{scheme}://{host_and_port(host, port)}"
         if scheme == "http":  # connect directly, as `Server.poll` does
             client |= {"allow_http": True, "proxy_url": address, "proxy_excludes": host}
-        make_client = partial(
-            S3Store,
+        cloud = S3Store(
             SERVER_BUCKET,
             prefix=path,
             endpoint=address,
@@ -270,7 +264,7 @@ def open_backend(url: str, timeout: float, read_only: bool, max_retries: int = 1
             retry_config=retry,
         )
         # With TLS there is a proxy in front, which may not tolerate requests that wait.
-        return Server(make_client, address, path, timeout / 2) if scheme == "http" else Cloud(make_client())
+        return Server(cloud, address, path, timeout / 2) if scheme == "http" else Cloud(cloud)
     return Cloud(from_url(url, client_options=client, retry_config=retry))
 
 
