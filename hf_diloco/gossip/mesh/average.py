@@ -37,7 +37,7 @@ MAX_ATTEMPTS = 5
 SUSPECT_SECONDS = 2.0
 """How long nodes that form a group wait for a node that one of them has lost: perhaps only one link broke."""
 
-_WHAT = "the average of all nodes"
+_PURPOSE = "the average of all nodes"
 
 
 class GroupAverage:
@@ -175,7 +175,7 @@ class GroupAverage:
             records = self._read_records(members)
             self._board.put("attempt", {"number": self._attempt})
             others = [member for member in members if member != self._node]
-            watch = partial(self._notes.watch, self._timeout, _WHAT, others)
+            watch = partial(self._notes.watch, self._timeout, _PURPOSE, others)
             lane = self._endpoint.lane(f"{self._board.name}/average{self._attempt}", members, self._timeout, watch())
             try:
                 self._group = MeshExchange(lane, watch=watch)
@@ -209,7 +209,7 @@ class GroupAverage:
         self._board.put(self._key(self._node), record)
         begun = time.monotonic()
         patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others too
-        present, wait = {self._node}, self._notes.begin(patience, _WHAT)
+        present, wait = {self._node}, self._notes.begin(patience, _PURPOSE)
         await_news = self._board.news()
         while (decided := self._board.read(self._key("group"))) is None:
             absent = set(range(self._num_nodes)) - present
