@@ -9,7 +9,7 @@ from hf_diloco.errors import ConfigError, FingerprintError
 
 Facts = Mapping[str, str | int | float | bool | None]
 
-PROTOCOL = 16
+PROTOCOL = 17
 """Version of the records and messages between islands or nodes; increased when their form or meaning changes."""
 
 MAX_STEPS = "max_steps"

@@ -37,9 +37,12 @@ from hf_diloco.utils.threads import call_within, outlive_gloo
 PROBE_SECONDS = 0.5
 """How long a transfer may take before its connection is probed; a broken connection is detected after twice that."""
 
-MIN_PART_BYTES, MAX_PART_BYTES = 1 << 14, 1 << 20
-"""A message is cut into at least one part per connection, unless the parts would be smaller than what TCP sends at
-once after a pause, and into parts small enough that a rate limit does not let them through in bursts."""
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 18, 1 << 20
+"""A message is cut into at least one part per connection, unless the parts would be so small that the calls for them
+cost more than they gain, and into parts small enough that a rate limit does not let them through in bursts."""
+
+MIN_LONE_PART_BYTES = 1 << 14
+"""The smallest part of a message that travels alone: what TCP sends at once after a pause."""
 
 GLOO_MORE_SECONDS = 60.0
 """How much later Gloo gives up connecting than this package does. If both ends gave up at about the same time, Gloo's
@@ -98,17 +101,23 @@ class Connections:
         return self._sealer.channels[End(peer, tag % self.num_connections)] if self._sealer else None
 
     def send(
-        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = True
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        transfers: Transfers,
+        with_checksum: bool = True,
+        min_part: int = MIN_PART_BYTES,
     ) -> None:
         """Starts sending, as soon as the rate limit allows it; the tensor must not change until the transfer has been
         waited for.
 
         With a key the tensor is sealed for its place in the sequence sent with this tag: use a tag with one
-        `Transfers` only at each end, and never again. Without a key a checksum follows it if `with_checksum`, which is
-        the same at both ends.
+        `Transfers` only at each end, and never again. Without a key a checksum follows it if `with_checksum`. That and
+        `min_part`, see `spread`, are the same at both ends.
         """
         sealer = self._sealer
-        for connection, part in self.spread(tensor, tag):
+        for connection, part in self.spread(tensor, tag, min_part):
             num_bytes = part.nbytes
             for wire in sealer.seal(part, End(peer, connection), tag, transfers) if sealer else (part,):
                 transfers.add(self._send(wire, peer, tag, connection), sent=num_bytes)
@@ -117,12 +126,18 @@ class Connections:
             transfers.add(self.send_whole(torch.tensor([_checksum(tensor)]), peer, tag))
 
     def receive(
-        self, tensor: torch.Tensor, peer: int, tag: int, transfers: Transfers, with_checksum: bool = True
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        transfers: Transfers,
+        with_checksum: bool = True,
+        min_part: int = MIN_PART_BYTES,
     ) -> None:
         """Starts receiving; see `send`. The tensor is complete once the transfer has been waited for. With a key or a
         checksum it then holds what was sent, or zeros, and `peer` is in `Transfers.damaged`."""
         sealer = self._sealer
-        for connection, part in self.spread(tensor, tag):
+        for connection, part in self.spread(tensor, tag, min_part):
             num_bytes = part.nbytes
             for wire in sealer.expect(part, End(peer, connection), tag, transfers) if sealer else (part,):
                 transfers.add(self._start("recv", wire, peer, tag, connection), received=num_bytes)
@@ -167,14 +182,17 @@ class Connections:
         self._waiter.end()
         self.groups.clear()  # dropping the last reference closes Gloo's sockets; abort() does not
 
-    def spread(self, tensor: torch.Tensor, tag: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields parts of `tensor`, each with the number of its connection; the same at both ends.
+    def spread(
+        self, tensor: torch.Tensor, tag: int, min_part: int = MIN_PART_BYTES
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields parts of `tensor`, of `min_part` to `MAX_PART_BYTES` bytes if it is long enough, each with the number
+        of its connection; the same at both ends.
 
         Every chunk is spread over all connections: chunks are waited for in order, and one that came over a single
         slow connection would hold up the others.
         """
         if tensor.numel():
-            fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, MIN_PART_BYTES))
+            fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, min_part))
             for number, part in enumerate(tensor.tensor_split(max(fewest, min(self.num_connections, most)))):
                 yield (tag + number) % self.num_connections, part
 

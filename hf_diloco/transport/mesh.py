@@ -30,7 +30,7 @@ from hf_diloco.transport.base import (
     cut_into_pieces,
     weighted_mean,
 )
-from hf_diloco.transport.connections import PROBE_TAG, Connections
+from hf_diloco.transport.connections import MIN_LONE_PART_BYTES, MIN_PART_BYTES, PROBE_TAG, Connections
 from hf_diloco.transport.messages import Messages
 from hf_diloco.transport.transfers import Deadline, LossNotes, Transfers
 
@@ -78,8 +78,9 @@ class MeshExchange(Exchange):
 
     def expect(self, size: int, codec: Codec) -> None:
         try:
-            for slot, num_values in enumerate(first_chunks(size, codec) if self._peers else ()):
-                self._expected.append(self._expect(slot, num_values, codec))
+            sizes = first_chunks(size, codec) if self._peers else []
+            for slot, num_values in enumerate(sizes):
+                self._expected.append(self._expect(slot, num_values, codec, is_only=len(sizes) == 1))
         except ExchangeError as error:
             # Left to `average` to raise: until then the caller may learn more from the other islands.
             self._failure = error
@@ -117,11 +118,12 @@ class MeshExchange(Exchange):
         try:
             if self._failure:
                 raise self._failure
-            for number, part in enumerate(values.split(size)):
+            parts = values.split(size)
+            for number, part in enumerate(parts):
                 if len(pipeline) == num_slots:
                     self._finish(pipeline.popleft(), weights, observe, deadline)
                 known = self._prepared.popleft() if self._prepared else None
-                chunk = known or self._expect(first_slot + number % num_slots, part.numel(), codec)
+                chunk = known or self._expect(first_slot + number % num_slots, part.numel(), codec, len(parts) == 1)
                 chunk.values = part
                 pipeline.append(chunk)
                 self._scatter(chunk)
@@ -189,33 +191,36 @@ class MeshExchange(Exchange):
 
     # The stages of a chunk: scatter, reduce, finish.
 
-    def _expect(self, slot: int, size: int, codec: Codec) -> Chunk:
-        """Starts receiving all that the peers will send for a chunk.
+    def _expect(self, slot: int, size: int, codec: Codec, is_only: bool) -> Chunk:
+        """Starts receiving the pieces that the peers will send for a chunk, and its results if it is the only one.
 
         Called before anything is sent: a sender without a posted receive must ask first, which takes a whole round
         trip.
         """
         by_all = averaged_by_all(self.num_islands, codec)  # one trip instead of two
         pieces = [slice(0, size)] * self.num_islands if by_all else cut_into_pieces(size, self.num_islands, codec)
-        chunk = Chunk(size, slot, codec, by_all, pieces, next(self._tags))
+        chunk = Chunk(size, slot, codec, is_only, by_all, pieces, next(self._tags))
         try:
-            self._receive_all(chunk)
+            self._receive_pieces(chunk)
+            if not by_all:
+                chunk.result_tag = next(self._tags)
+                chunk.result = self._buffer("result", slot, codec.num_bytes(size))
+                if is_only:
+                    self._receive_results(chunk)
         except ExchangeError:
             chunk.drop()  # the error's traceback would keep the transfers alive, and they the sockets
             raise
         return chunk
 
-    def _receive_all(self, chunk: Chunk) -> None:
+    def _receive_pieces(self, chunk: Chunk) -> None:
         own_bytes = chunk.codec.num_bytes(length(chunk.pieces[self.island]))
         for peer in self._peers:
-            received = self._buffer(f"from{peer}", chunk.slot, own_bytes)
-            chunk.received[peer] = received
-            self.links.receive(received, peer, chunk.tag, chunk.transfers)
-        if not chunk.is_averaged_by_all:
-            chunk.result_tag = next(self._tags)
-            chunk.result = self._buffer("result", chunk.slot, chunk.codec.num_bytes(chunk.size))
-            for peer in self._peers:
-                self.links.receive(chunk.result_of(peer), peer, chunk.result_tag, chunk.results)
+            chunk.received[peer] = self._buffer(f"from{peer}", chunk.slot, own_bytes)
+            self.links.receive(chunk.received[peer], peer, chunk.tag, chunk.transfers, min_part=chunk.min_part)
+
+    def _receive_results(self, chunk: Chunk) -> None:
+        for peer in self._peers:
+            self.links.receive(chunk.result_of(peer), peer, chunk.result_tag, chunk.results, min_part=chunk.min_part)
 
     def _scatter(self, chunk: Chunk) -> None:
         """Encodes the chunk and starts sending each piece to the island that averages it, unless that has begun."""
@@ -224,20 +229,22 @@ class MeshExchange(Exchange):
         chunk.is_scattered = True
         chunk.code = self._encode(chunk)
         for peer in self._peers:
-            self.links.send(chunk.code_of(peer), peer, chunk.tag, chunk.transfers)
+            self.links.send(chunk.code_of(peer), peer, chunk.tag, chunk.transfers, min_part=chunk.min_part)
 
     def _reduce(self, chunk: Chunk, weights: Sequence[float], deadline: Deadline) -> None:
         """If each island owns a piece: averages this island's piece and starts sending it to all."""
         if chunk.is_averaged_by_all or chunk.is_reduced:
             return
         chunk.is_reduced = True
+        if not chunk.is_only:  # earlier, results would come while pieces that all wait for are yet to be encoded
+            self._receive_results(chunk)
         self._wait(chunk.transfers, deadline)
         own, codec = chunk.result_of(self.island), chunk.codec
         for where in blocks(length(chunk.pieces[self.island])):
             mean = self._mean(chunk, where, weights)
             codec.encode(mean, own[codec.locate(where.start, where.stop)])
         for peer in self._peers:
-            self.links.send(own, peer, chunk.result_tag, chunk.results)
+            self.links.send(own, peer, chunk.result_tag, chunk.results, min_part=chunk.min_part)
 
     def _finish(self, chunk: Chunk, weights: Sequence[float], observe: Observer | None, deadline: Deadline) -> None:
         """Replaces the chunk's values by the average, block by block."""
@@ -315,6 +322,7 @@ class Chunk:
 
     Attributes:
         slot: index of its buffers.
+        is_only: the exchange has no other chunk, so that round trips cost more time than calls.
         is_averaged_by_all: every island averages the whole chunk, instead of a piece.
         pieces: the piece that each island averages.
         values: the chunk's values; empty while the chunk is only expected.
@@ -323,6 +331,7 @@ class Chunk:
     size: int
     slot: int
     codec: Codec
+    is_only: bool
     is_averaged_by_all: bool
     pieces: list[slice]
     tag: int
@@ -335,6 +344,11 @@ class Chunk:
     is_reduced: bool = False
     transfers: Transfers = field(default_factory=Transfers)
     results: Transfers = field(default_factory=Transfers)
+
+    @property
+    def min_part(self) -> int:
+        """Bytes; see `Connections.spread`."""
+        return MIN_LONE_PART_BYTES if self.is_only else MIN_PART_BYTES
 
     def drop(self) -> None:
         """Drops all transfers."""

@@ -296,6 +296,29 @@ def test_values_leave_before_the_average_unless_a_rate_is_set(rate: float | None
     assert run_islands(2, run) == [both if rate else [*both, "send", "send"]] * 2
 
 
+@pytest.mark.parametrize(("size", "num_posted"), [(100, 8), (8 << 12, 32)])
+def test_results_are_awaited_early_only_where_round_trips_count(
+    size: int, num_posted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two peers, a chunk's piece and result, each with its checksum; of eight chunks, only the pieces."""
+    monkeypatch.setattr(mesh, "CHUNK_VALUES", 1 << 12)
+    opened = in_mesh(3)
+
+    def run(island: int) -> tuple[int, torch.Tensor]:
+        exchange = opened(island)
+        group = NotingGroup(exchange.links.groups[0])
+        exchange.links.groups = [group]  # type: ignore[list-item]
+        exchange.expect(size, FP32)
+        num_calls = len(group.calls)
+        values = torch.full((size,), float(island))
+        exchange.average(values, [1.0] * 3, FP32)
+        return num_calls, values
+
+    for num_calls, values in run_islands(3, run):
+        assert num_calls == num_posted
+        assert torch.equal(values, torch.ones(size))
+
+
 @pytest.mark.parametrize("expected", ["never", "before", "after"])
 def test_a_broken_connection_is_told_by_the_average_and_not_before(expected: str) -> None:
     """Whether the values were expected before it broke, after, or not at all."""

@@ -23,7 +23,7 @@ from hf_diloco.store.signing import Seal
 from hf_diloco.store.values import LINKS, ValueStore
 from hf_diloco.transport import connections
 from hf_diloco.transport.base import Exchange, Lane, RateLimit
-from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_PART_BYTES, Connections
+from hf_diloco.transport.connections import MAX_PART_BYTES, MIN_LONE_PART_BYTES, MIN_PART_BYTES, Connections
 from hf_diloco.transport.handshake import Line
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.memory import MemoryNetwork
@@ -162,10 +162,12 @@ def test_an_end_that_is_gone_when_nothing_more_is_said_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_connections", [1, 3, 4])
-@pytest.mark.parametrize("size", [0, 1, MIN_PART_BYTES, MIN_PART_BYTES + 1, 5 * MAX_PART_BYTES + 3])
-def test_what_is_sent_is_cut_into_parts_for_all_connections(num_connections: int, size: int) -> None:
+@pytest.mark.parametrize("min_part", [MIN_LONE_PART_BYTES, MIN_PART_BYTES])
+@pytest.mark.parametrize("size", [0, 1, MIN_LONE_PART_BYTES + 1, MIN_PART_BYTES, 5 * MAX_PART_BYTES + 3])
+def test_what_is_sent_is_cut_into_parts_for_all_connections(num_connections: int, min_part: int, size: int) -> None:
     def talk(end: int, links: Connections) -> list[tuple[int, int]]:
-        return [(connection, part.nbytes) for connection, part in links.spread(torch.empty(size, dtype=torch.int8), 7)]
+        parts = links.spread(torch.empty(size, dtype=torch.int8), 7, min_part)
+        return [(connection, part.nbytes) for connection, part in parts]
 
     here, there = joined(2, num_connections, talk)
     assert here == there
@@ -173,7 +175,7 @@ def test_what_is_sent_is_cut_into_parts_for_all_connections(num_connections: int
     assert sum(num_bytes for _, num_bytes in here) == size
     assert all(0 < num_bytes <= MAX_PART_BYTES for _, num_bytes in here)
     used = {connection for connection, _ in here}
-    assert len(used) == min(num_connections, -(-size // MIN_PART_BYTES))
+    assert len(used) == min(num_connections, -(-size // min_part))
 
 
 def test_parts_with_one_tag_come_in_order() -> None:
