@@ -282,7 +282,10 @@ class Joining:
 
     def await_islands(self) -> None:
         """Waits for all islands at the start or restart of a run, so that no round takes place without them."""
-        self.island.on_leader(lambda: await_islands(self.config, self.pace.members, self.should_stop, self._clock))
+        has_progress = self.outer.steps > 0
+        self.island.on_leader(
+            lambda: await_islands(self.config, self.pace.members, self.should_stop, has_progress, self._clock)
+        )
         self.rounds.archive.rescue_start()
 
     def skip_imminent_round(self) -> None:
@@ -316,11 +319,13 @@ def await_islands(
     config: DiLoCoConfig,
     members: Members,
     should_stop: Callable[[], bool],
+    has_progress: bool = False,
     clock: Clock = REAL,
 ) -> None:
     """Waits until all islands are there, or others are training already.
 
-    After `config.join_timeout` seconds a quorum is enough.
+    Islands that have finished are not waited for, unless this island `has_progress` of missed rounds, and there is no
+    quorum for it without them. After `config.join_timeout` seconds a quorum is enough.
 
     Raises:
         StopRequested: `should_stop` returns true.
@@ -336,11 +341,14 @@ def await_islands(
         for island in gone - told:  # such as a refused island, whose own log has the reason
             logger.warning("island %d joined and left again: its own log says why", island)
         told = gone
-        ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
         check_welcome(members, clock)
         under_way = {island for island, heartbeat in alive.items() if heartbeat.phase in UNDER_WAY}
         doubtful = under_way - members.heard  # all may have been killed and be restarting
-        if under_way - doubtful or len((alive.keys() - doubtful) | ended) >= config.num_islands:
+        here = alive.keys() - doubtful
+        ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
+        if has_progress and len(here) < config.quorum:
+            ended &= members.heard  # these came back, and had nothing more to do
+        if under_way - doubtful or len(here | ended) >= config.num_islands:
             return
         if should_stop():
             raise StopRequested

@@ -144,11 +144,36 @@ def test_islands_that_gather_in_a_store_say_who_is_missing(
     other.enter()
     other.leave("left")  # as it was refused
     with pytest.raises(RendezvousError):
-        await_islands(config, members, lambda: False, clock)
+        await_islands(config, members, lambda: False, clock=clock)
     assert caplog.messages == [
         "island 1 joined and left again: its own log says why",
         f"island 0: waiting for island 1 at {url} (3 s of 5 s)",
     ]
+
+
+def test_an_island_that_has_finished_is_waited_for_if_progress_needs_it(
+    log: RunLog, clock: StillClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both had missed rounds, and are started again one after the other."""
+    url = "file:///some/folder"
+    config = DiLoCoConfig(num_islands=2, island=0, rendezvous=url, join_timeout=5, min_islands=2)
+    members = Members(log, 0, clock=clock)
+    members.enter()
+    members.heartbeat()
+    other = Members(log, 1, clock=clock)
+    other.enter()
+    other.leave("finished")
+    alone = DiLoCoConfig(num_islands=2, island=0, rendezvous=url, join_timeout=5, min_islands=1)
+    await_islands(alone, members, lambda: False, has_progress=True, clock=clock)
+    await_islands(config, members, lambda: False, has_progress=False, clock=clock)
+    assert not caplog.messages
+    with pytest.raises(RendezvousError, match=r"islands \[1\] have not joined within 5 s"):
+        await_islands(config, members, lambda: False, has_progress=True, clock=clock)
+    assert caplog.messages == [f"island 0: waiting for island 1 at {url} (3 s of 5 s)"]
+    again = Members(log, 1, clock=clock)
+    again.enter()
+    again.leave("finished")
+    await_islands(config, members, lambda: False, has_progress=True, clock=clock)
 
 
 def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
