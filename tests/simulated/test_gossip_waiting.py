@@ -13,6 +13,7 @@ from transformers import TrainerState
 from hf_diloco.errors import ExchangeError, FingerprintError, IslandLostError
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
+from hf_diloco.gossip.mesh.store import lost_key
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.records import Record
 from hf_diloco.inner.island import IslandGroup
@@ -89,6 +90,7 @@ def test_a_node_that_hangs_where_all_average_is_waited_for_by_name_and_lost(
 
             neighbours._group._give_up = look  # type: ignore[method-assign]
             neighbours.average(torch.ones(8))
+            assert neighbours._board.has(lost_key(2))  # by which a later group knows that it need not wait for it
         ended.wait(LONG)
         news = neighbours.take_events()
         neighbours.close()
