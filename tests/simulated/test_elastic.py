@@ -51,7 +51,7 @@ from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.objects import ObjectInfo
 from hf_diloco.transport.open import MemoryTransport
-from tests.clocks import LONG, FastClock
+from tests.clocks import LONG, FastClock, wait_until
 from tests.islands import run_islands, try_islands
 from tests.meetings import ENGINES, FEDAVG, BrokenStore, Meeting, Member, make_optimizer, offer_spoilt, sent_of
 from tests.small_model import batches, make_model, take_step, weights_of
@@ -659,6 +659,33 @@ def test_an_island_that_stops_leaves_its_steps_to_the_others_and_keeps_what_the_
     assert again.session.outer.on_boundary
     assert torch.equal(again.weights, islands[0].weights)
     assert torch.equal(again.residual, expected)
+
+
+def test_islands_that_finished_without_a_round_bring_their_steps_when_they_are_started_again(tmp_path: Path) -> None:
+    """The first waits for the other, which had finished, too."""
+    meeting = Meeting(tmp_path, 2, min_islands=2)
+    store = ObjectStore(meeting.url)
+
+    def finish(island: int) -> Path:
+        member = meeting.island(island)
+        member.step()
+        member.step()
+        checkpoint = member.save(tmp_path / f"checkpoint-{island}")
+        member.leave()
+        return checkpoint
+
+    checkpoints = run_islands(2, finish)
+
+    def start_again(island: int) -> Member:
+        if island == 1:
+            wait_until(lambda: len(list(store.list("incarnations/0/"))) == 2, "island 0 is back")
+        member = meeting.island(island, checkpoint=checkpoints[island])
+        member.sync()
+        return member
+
+    first, second = run_islands(2, start_again)
+    assert [report.participants for report in first.reports] == [[0, 1]]
+    assert first.hash == second.hash
 
 
 def test_a_round_reads_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
