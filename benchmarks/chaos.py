@@ -605,6 +605,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--seconds-between-faults", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, help="of each island")
     parser.add_argument("--delay", type=int, default=0, help="stream: fragment_sync_delay of two fragments")
     parser.add_argument("--exchange", choices=list(ENGINES), default="bucket")
     parser.add_argument("--store", default="file", help="file (a folder of this machine), or an object store's URL")
@@ -620,6 +621,7 @@ def main() -> None:
     problems = []
     streaming = {**STREAMING, "fragment_sync_delay": args.delay} if args.delay else {}
     run = run_file(folder, args.rounds, **ENGINES[args.exchange], **streaming)
+    run["launch"]["num_processes"] = args.ranks
     rounds = count_rounds(DiLoCoConfig(**run["diloco"], rendezvous=url), run["training"]["max_steps"])
     with Archipelago(folder, url, run) as archipelago:
         try:

@@ -364,6 +364,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=4, help="between two starts of all nodes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--method", default="decentlam")
+    parser.add_argument("--ranks", type=int, default=1, help="of each node")
     parser.add_argument("--folder", type=Path, help="where to run; default: a temporary folder, kept if it fails")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, leave_in_order)
@@ -371,7 +372,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     figures: dict[str, Any] = {}
-    with Graph(folder.resolve(), run_file(folder.resolve(), args.method)) as graph:
+    run = run_file(folder.resolve(), args.method)
+    run["launch"]["num_processes"] = args.ranks
+    with Graph(folder.resolve(), run) as graph:
         try:
             torment(graph, args.restarts, args.faults, random.Random(args.seed))
             figures = graph.judge()
