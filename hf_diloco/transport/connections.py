@@ -185,11 +185,11 @@ class Connections:
     def spread(
         self, tensor: torch.Tensor, tag: int, min_part: int = MIN_PART_BYTES
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields parts of `tensor`, of `min_part` to `MAX_PART_BYTES` bytes if it is long enough, each with the number
-        of its connection; the same at both ends.
+        """Yields parts of `tensor`, each with the number of its connection; the same at both ends.
 
-        Every chunk is spread over all connections: chunks are waited for in order, and one that came over a single
-        slow connection would hold up the others.
+        One part per connection; fewer if they would have less than about `min_part` bytes, more if they would have
+        over `MAX_PART_BYTES`. Every chunk is spread over all connections: chunks are waited for in order, and one that
+        came over a single slow connection would hold up the others.
         """
         if tensor.numel():
             fewest, most = (-(-tensor.nbytes // size) for size in (MAX_PART_BYTES, min_part))
