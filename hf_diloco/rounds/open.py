@@ -23,7 +23,7 @@ from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import StoreHost, address_towards, check_own_address, find_store, url_of
 from hf_diloco.store.signing import MAX_RECORD_BYTES, RUN_PATH, Seal
-from hf_diloco.store.tcp_store import has_other_run
+from hf_diloco.store.values import run_at
 from hf_diloco.utils.waiting import WaitNotes
 
 _LINGER_SECONDS = 0.25
@@ -184,9 +184,10 @@ def _has_run(url: str) -> bool:
 
 
 def _has_other_run(config: DiLoCoConfig, seal: Seal) -> bool:
-    """Whether island 0 keeps the store of a run of fixed membership other than that of `seal`."""
+    """Whether island 0 keeps the store of a run of fixed membership other than that of `seal`, perhaps of another
+    key."""
     assert config.rendezvous is not None
-    return has_other_run(_look_at(url_of(config.rendezvous)), seal)
+    return run_at(_look_at(url_of(config.rendezvous)), seal) not in (None, seal.run_id)
 
 
 def _look_at(url: str) -> ObjectStore:

@@ -106,7 +106,8 @@ def meet(
         raise
     end = weakref.finalize(store, host.close) if host else lambda: None
     seal = Seal(credentials.key, run, credentials.signer, credentials.encrypt)
-    return Rendezvous(ValueStore(RunLog(store, seal)), credentials.link_key(run), address_towards(config), end)
+    values = ValueStore(RunLog(store, seal), is_hosted=True)
+    return Rendezvous(values, credentials.link_key(run), address_towards(config), end)
 
 
 def who_did_not_fit(store: ObjectStore) -> str:
@@ -120,17 +121,6 @@ def who_did_not_fit(store: ObjectStore) -> str:
         f"{unfit.who} came from {unfit.address} and ended, as it has another key or other settings than this run: its "
         "error says which"
     )
-
-
-def has_other_run(store: ObjectStore, seal: Seal) -> bool:
-    """Whether the store holds another run than that of `seal`; a run that does not open with its key is another."""
-    found = store.get(MEETING, MAX_RECORD_BYTES)
-    if found is None:
-        return False
-    try:
-        return seal.of(NO_RUN).open(MEETING, found).get("run") != seal.run_id
-    except ForgedError:
-        return True
 
 
 def _open(config: Place, silent_for: float) -> ObjectStore:

@@ -17,7 +17,7 @@ from hf_diloco.store.backends import forget_memory
 from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.long_poll import Watch, looking_once
 from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.signing import VALUES, Seal
+from hf_diloco.store.signing import MAX_RECORD_BYTES, MEETING, NO_RUN, VALUES, Seal
 from hf_diloco.utils.clock import REAL
 
 LINKS = "links/"
@@ -35,11 +35,17 @@ class ValueStore:
 
     A value that cannot be authenticated, because an outsider wrote it, counts as absent and is replaced. `create` and
     `add` need a store that can `replace`.
+
+    Args:
+        folder: where the values lie in the log.
+        is_hosted: one of the run's own processes hosts the store, at a port that may later be another run's: reads
+            then raise `StoreError` once the store there is that of another run.
     """
 
-    def __init__(self, log: RunLog, folder: str = VALUES) -> None:
+    def __init__(self, log: RunLog, folder: str = VALUES, is_hosted: bool = False) -> None:
         self.log = log
         self._folder = folder
+        self._markers = [MEETING] if is_hosted else []
 
     @classmethod
     def in_memory(cls) -> Self:
@@ -62,7 +68,8 @@ class ValueStore:
         if not keys:
             return {}
         paths = {self._path(key): key for key in keys}
-        with looking_once(self.log.store, (), paths):
+        with looking_once(self.log.store, (), [*paths, *self._markers]):
+            self._check_run()
             records = {path: self.log.read_or_refuse(path, BytesRecord) for path in paths}
         return {paths[path]: value for path, record in records.items() if (value := _value(record)) is not None}
 
@@ -71,7 +78,7 @@ class ValueStore:
     ) -> dict[str, bytes]:
         """Waits until all keys have values, the time is over, or `should_give_up()`; returns what `find_all` does."""
         begun = REAL.now()
-        watch = Watch(self.log.store, (), REAL, paths=[self._path(key) for key in keys])
+        watch = Watch(self.log.store, (), REAL, paths=[*map(self._path, keys), *self._markers])
         while True:
             found: dict[str, bytes] = watch.ask(lambda: self.find_all(keys))[0]
             if len(found) == len(set(keys)) or REAL.now() - begun >= seconds or should_give_up():
@@ -118,8 +125,23 @@ class ValueStore:
                 return wish
         raise StoreError(f"{path} is overwritten again and again: keep others away from the rendezvous")
 
+    def _check_run(self) -> None:
+        if self._markers and run_at(self.log.store, self.log.seal) not in (None, "", self.log.seal.run_id):
+            raise StoreError("another run has begun at its port")
+
     def _path(self, key: str) -> str:
         return f"{self._folder}{key}.json"
+
+
+def run_at(store: ObjectStore, seal: Seal) -> str | None:
+    """Returns the run that a store at tcp:// names; None if it names none yet, "" if the key of `seal` is another."""
+    found = store.get(MEETING, MAX_RECORD_BYTES)
+    if found is None:
+        return None
+    try:
+        return str(seal.of(NO_RUN).open(MEETING, found).get("run"))
+    except ForgedError:
+        return ""
 
 
 def _record(value: str | bytes) -> BytesRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.session import BaseSession
-from tests.clocks import LONG
+from hf_diloco.store.values import ValueStore
+from tests.clocks import AT_ONCE, LONG
 from tests.islands import run_islands
 from tests.processes import Processes
 from tests.programs.trainer_island import make_model
@@ -61,7 +63,9 @@ class Island:
         return self.session
 
     def train(self, finishes: bool) -> str:
-        session = self.open()
+        return self.train_in(self.open(), finishes)
+
+    def train_in(self, session: BaseSession, finishes: bool) -> str:
         session.join(open_shards(self._model, None), self._folder)
         session.outer.count_step(1.0)
         session.sync()
@@ -98,3 +102,26 @@ def test_a_wait_for_island_0_ends_by_a_stop_or_in_time_and_can_be_taken_up_again
     with pytest.raises(RendezvousError, match="island 0 has not begun another training at tcp://"):
         islands[1].open(join_timeout=1.0)
     assert len(set(run_islands(2, lambda number: islands[number].train(finishes=True)))) == 1
+
+
+def test_an_island_that_bids_farewell_does_not_wait_at_the_store_of_the_next_training(
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    islands = [Island(number, tmp_path, free_port, join_timeout=AT_ONCE) for number in range(2)]
+    find_all, has_begun, late = ValueStore.find_all, threading.Event(), threading.local()
+
+    def find_late(self: ValueStore, keys: Sequence[str]) -> dict[str, bytes]:
+        if "done/0" in keys and getattr(late, "island", 0) == 1:
+            assert has_begun.wait(LONG)
+        return find_all(self, keys)
+
+    monkeypatch.setattr(ValueStore, "find_all", find_late)
+
+    def island_main(number: int) -> str:
+        late.island = number
+        islands[number].train(finishes=True)
+        session = islands[number].open()
+        has_begun.set()  # by island 0: the other one is still in its first training
+        return islands[number].train_in(session, finishes=True)
+
+    assert len(set(run_islands(2, island_main))) == 1

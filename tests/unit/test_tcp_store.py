@@ -144,6 +144,20 @@ def test_records_of_an_earlier_run_do_not_open_in_this_one(port: Port) -> None:
     assert second.find("claim/1") is None, "another run begins in the same place"
 
 
+def test_who_comes_back_to_the_store_of_another_run_is_told(port: Port) -> None:
+    host, guest = enter(port, 0), enter(port, 1)
+    guest.set("a", "1")
+    port.bare.put(MEETING, b"made up")
+    assert guest.find("a") == b"1", "strangers end no run so"
+    del host
+    gc.collect()
+    host = enter(port, 0)
+    for read in (lambda: guest.find("a"), lambda: guest.wait(["a"], LONG)):
+        with pytest.raises(StoreError, match="another run has begun at its port"):
+            read()
+    assert host.find("a") is None
+
+
 def test_a_wait_ends_when_the_value_is_there_or_the_time_over(port: Port) -> None:
     stores = [enter(port, island) for island in range(2)]
 
