@@ -359,9 +359,11 @@ def test_a_rank_that_leaves_wakes_those_it_shares_pieces_with(folder: Folder) ->
     """Island 0, of one rank, loses the second rank of island 1; their first piece is averaged before that."""
     islands = [ranges_between([0, 10]), ranges_between([0, 4, 10])]
     ranks = ranks_of(islands)
+    connected = threading.Barrier(len(ranks), timeout=LONG)
 
     def run(number: int) -> list[float]:
         mesh = connect(folder.store(), ranks[number], islands)
+        connected.wait()
         values = torch.full((ranks[number].own.length,), float(number))
         if number == 0:
             for _ in range(2):
