@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hf_diloco.config.advice import tell_who_is_alone
@@ -15,12 +17,13 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.gossip.neighbours import MemoryGraph, Neighbours
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.heartbeats import Members
+from hf_diloco.membership.heartbeats import Members, MemberStatus
 from hf_diloco.membership.run import announce_run
 from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.rendezvous import check_own_address, warn_if_exposed
-from hf_diloco.store.tcp_store import meet
+from hf_diloco.store.rendezvous import await_training, check_own_address, warn_if_exposed
+from hf_diloco.store.signing import Seal
+from hf_diloco.store.tcp_store import has_other_run, meet
 from hf_diloco.transport.base import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -29,8 +32,18 @@ SILENT_SECONDS = 30.0
 stall for seconds; if the process ends, nodes notice at once."""
 
 
-_last: dict[tuple[str | None, int], tuple[int, ExitStack]] = {}
-"""By rendezvous and node: the thread that connected last, and the stack that closes its connections."""
+@dataclass
+class _Last:
+    """A thread's last training as a node at a rendezvous. `ending` closes its connections."""
+
+    thread: int
+    ending: ExitStack
+    standing: MemberStatus = field(default_factory=MemberStatus)
+    seal: Seal | None = None
+
+
+_last: dict[tuple[str | None, int], _Last] = {}
+"""By rendezvous and node."""
 
 
 def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> NodeNeighbours:
@@ -48,9 +61,11 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
 
     def connect() -> None:
         nonlocal inner, members
-        if config.num_nodes > 1:
-            _leave_last(config, ending)
-        found, members = _connect(config, topology, ending)
+        mine = _Last(threading.get_ident(), ending)
+        ended = _leave_last(config, mine) if config.num_nodes > 1 else None
+        found, members = _connect(config, topology, ending, ended)
+        if members:
+            mine.standing, mine.seal = members.standing, members.log.seal
         inner = with_payload(found, config.payload)
 
     island.on_leader(connect)
@@ -59,13 +74,18 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
     return node
 
 
-def _leave_last(config: GossipConfig, ending: ExitStack) -> None:
-    """Closes the connections of this thread's last training as the same node: it may have ended in an error."""
-    place, thread = (config.rendezvous, config.node), threading.get_ident()
-    last_thread, last = _last.get(place, (None, None))
-    if last is not None and last_thread == thread:
-        last.close()
-    _last[place] = thread, ending
+def _leave_last(config: GossipConfig, mine: _Last) -> Seal | None:
+    """Closes the connections of this thread's last training as the same node, which may have ended in an error.
+
+    Returns the seal of its run if that has ended, on all nodes.
+    """
+    place = config.rendezvous, config.node
+    last, _last[place] = _last.get(place), mine
+    if last is None or last.thread != mine.thread:
+        return None
+    has_ended = last.standing.phase in ("finished", "left")  # before closing, which says "left" after an error, too
+    last.ending.close()
+    return last.seal if has_ended else None
 
 
 def _close(node: weakref.ref[NodeNeighbours]) -> None:
@@ -73,13 +93,18 @@ def _close(node: weakref.ref[NodeNeighbours]) -> None:
         last.close()
 
 
-def _connect(config: GossipConfig, topology: Topology, ending: ExitStack) -> tuple[Neighbours, Members | None]:
+def _connect(
+    config: GossipConfig, topology: Topology, ending: ExitStack, ended: Seal | None
+) -> tuple[Neighbours, Members | None]:
+    """Connects this node, not to the run of the seal `ended`, whose store node 0 may still keep."""
     tell_who_is_alone(config, "node")
     check_own_address(config.bind_address)
     if config.num_nodes == 1:
         return MemoryGraph(topology).node(0), None
     notes = WaitNotes(config.node, "node")
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
+    if ended and not is_host:
+        await_training(config, partial(has_other_run, config.rendezvous, ended), notes)
     size = {"num_nodes": config.num_nodes}
     store, key, address, end_store = meet(
         config, credentials, is_host, f"node {config.node}", size, SILENT_SECONDS, notes

@@ -30,7 +30,7 @@ from hf_diloco.membership.fingerprint import check_own_folder, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, author_of
-from hf_diloco.membership.run import RunRecord, check_welcome, enter_run
+from hf_diloco.membership.run import RunRecord, check_welcome, enter_run, note_end
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
@@ -343,6 +343,8 @@ class ElasticSession(BaseSession):
                 text = "this island's steps are done after round %d of the run's %d: the other rounds were missed"
                 logger.warning(text, self.outer.round, self._run.num_rounds)
             if self.members is not None:
+                if finished and self.is_over and self._linger:
+                    note_end(self.members)
                 self.members.leave("finished" if finished else "left")
             if self._host is not None:
                 self._end_store(self._host, finished)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,21 +13,25 @@ from typing import NamedTuple
 from hf_diloco.config.advice import tell_who_is_alone
 from hf_diloco.config.base import need_number
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import RendezvousError, StopRequested, StoreError
 from hf_diloco.inner.island import IslandGroup
+from hf_diloco.membership.run import has_noted_ends, is_of_ended_run
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.store.credentials import find_credentials
-from hf_diloco.store.objects import ObjectStore
-from hf_diloco.store.rendezvous import StoreHost, address_towards, check_own_address, find_store, url_of
-from hf_diloco.store.signing import MAX_RECORD_BYTES, RUN_PATH, Seal
-from hf_diloco.store.values import run_at
+from hf_diloco.store.rendezvous import (
+    StoreHost,
+    address_towards,
+    await_training,
+    check_own_address,
+    find_store,
+    url_of,
+)
+from hf_diloco.store.signing import MAX_RECORD_BYTES, NO_RUN, RUN_PATH, Seal
+from hf_diloco.store.tcp_store import has_other_run, look_at
 from hf_diloco.utils.waiting import WaitNotes
 
 _LINGER_SECONDS = 0.25
 """Head start of island 0, where it keeps the store, to decide before other islands do; ample on its own machine."""
-
-_LOOK_TIMEOUT, _LOOK_SECONDS = 5.0, 0.2
 
 
 class _Last(NamedTuple):
@@ -77,8 +79,8 @@ def open_session(
         session, seal = _open_elastic(config, island, should_stop, after, folder or Path()), None
     else:
         if config.island and last and last.seal:
-            has_begun = partial(_has_other_run, config, last.seal)
-            island.on_leader(lambda: _await_training(config, has_begun, should_stop))
+            has_begun = partial(has_other_run, config.rendezvous, last.seal)
+            island.on_leader(lambda: await_training(config, has_begun, WaitNotes(config.island), should_stop))
         session = FixedSession(config, island, should_stop, folder=folder)
         seal = session.transport.store.log.seal
     if config.rendezvous:
@@ -125,9 +127,8 @@ def _open_elastic(
     try:
         if after:
             config = _place_after(config, after)
-            if after.has_finished and place.meets_at_island_0 and config.island:
-                url = str(config.rendezvous)
-                island.on_leader(lambda: _await_training(place, lambda: _has_run(url), should_stop))
+        if place.meets_at_island_0 and place.island:
+            island.on_leader(partial(_await_next_run, place, config, after, should_stop))
         return ElasticSession(config, island, should_stop, host=host, linger=linger)
     except BaseException:
         if host is not None:
@@ -157,42 +158,29 @@ def _meet_at_island_0(
     return config.model_copy(update=found), next(iter(hosts), None)
 
 
-def _await_training(place: DiLoCoConfig, has_begun: Callable[[], bool], should_stop: Callable[[], bool]) -> None:
-    """Waits until island 0, at the rendezvous of `place`, has begun another training: it first ends the last store."""
-    deadline = time.monotonic() + place.join_timeout
-    notes = WaitNotes(place.island)
-    wait = notes.begin(place.join_timeout, where=place.rendezvous)
-    while True:
-        find_store(place, notes)
-        with suppress(RendezvousError, StoreError):  # the old store is shutting down
-            if has_begun():
-                return
-        if should_stop():
-            raise StopRequested
-        if time.monotonic() >= deadline:
-            raise RendezvousError(
-                f"island 0 has not begun another training at {place.rendezvous} within {place.join_timeout:g} s "
-                "(join_timeout): make all islands train the same number of times"
-            )
-        wait.look([0])
-        time.sleep(_LOOK_SECONDS)
+def _await_next_run(
+    place: DiLoCoConfig, config: DiLoCoConfig, after: BaseSession | None, should_stop: Callable[[], bool]
+) -> None:
+    """Waits, after a run that has ended, until island 0 has begun the next one: it first ends the last store.
+
+    Args:
+        place, config: the settings with the address of island 0, and with that of the next run's store.
+        after: see `open_session`.
+    """
+    url = str(config.rendezvous)
+
+    def is_another() -> bool:
+        return not is_of_ended_run(look_at(url), find_credentials(place, place.island).seal(NO_RUN), place.island)
+
+    if after and after.has_finished:
+        await_training(place, partial(_has_run, url), WaitNotes(place.island), should_stop)
+    elif has_noted_ends(place.island):
+        await_training(place, is_another, WaitNotes(place.island), should_stop)
 
 
 def _has_run(url: str) -> bool:
     """Whether a run in which islands come and go has begun in the store at `url`."""
-    return _look_at(url).get(RUN_PATH, MAX_RECORD_BYTES) is not None
-
-
-def _has_other_run(config: DiLoCoConfig, seal: Seal) -> bool:
-    """Whether island 0 keeps the store of a run of fixed membership other than that of `seal`, perhaps of another
-    key."""
-    assert config.rendezvous is not None
-    return run_at(_look_at(url_of(config.rendezvous)), seal) not in (None, seal.run_id)
-
-
-def _look_at(url: str) -> ObjectStore:
-    """Opens a store that may be about to shut down, with a short timeout."""
-    return ObjectStore(url, _LOOK_TIMEOUT, gone_after=0.0)
+    return look_at(url).get(RUN_PATH, MAX_RECORD_BYTES) is not None
 
 
 def _place_after(config: DiLoCoConfig, after: BaseSession) -> DiLoCoConfig:

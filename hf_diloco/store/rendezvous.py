@@ -9,10 +9,12 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from hf_diloco.errors import ConfigError, RendezvousError
+from hf_diloco.errors import ConfigError, RendezvousError, StopRequested, StoreError
 from hf_diloco.utils.listening import raise_file_limit
 from hf_diloco.utils.urls import check_specific, host_and_port, is_loopback, is_public, split_tcp_url
 from hf_diloco.utils.waiting import WaitNotes
@@ -172,6 +174,36 @@ def find_store(config: Place, notes: WaitNotes) -> None:
                     "machine in?"
                 ) from None
             wait.look([0], str(error.strerror or error))
+        time.sleep(_RETRY_SECONDS)
+
+
+def await_training(
+    config: Place, has_begun: Callable[[], bool], notes: WaitNotes, should_stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Waits until island 0, or node 0, has begun another training at the rendezvous: it first ends the last store.
+
+    Args:
+        has_begun: looks into the store that is there.
+
+    Raises:
+        RendezvousError: nobody answers within `join_timeout`, or another training has not begun by then.
+        StopRequested: `should_stop` returned true.
+    """
+    deadline = time.monotonic() + config.join_timeout
+    wait = notes.begin(config.join_timeout, where=config.rendezvous)
+    while True:
+        find_store(config, notes)
+        with suppress(RendezvousError, StoreError):  # the old store is shutting down
+            if has_begun():
+                return
+        if should_stop():
+            raise StopRequested
+        if time.monotonic() >= deadline:
+            raise RendezvousError(
+                f"{notes.unit} 0 has not begun another training at {config.rendezvous} within "
+                f"{config.join_timeout:g} s (join_timeout): make all {notes.unit}s train the same number of times"
+            )
+        wait.look([0])
         time.sleep(_RETRY_SECONDS)
 
 

@@ -28,12 +28,13 @@ from hf_diloco.store.log import Record, RunLog
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.store.rendezvous import GONE_SECONDS, Place, StoreHost, address_towards, find_store, url_of
 from hf_diloco.store.signing import ENV_KEY, MAX_RECORD_BYTES, MEETING, NO_RUN, RUN_PATH, Seal
-from hf_diloco.store.values import ValueStore
+from hf_diloco.store.values import ValueStore, run_at
 from hf_diloco.utils.waiting import WaitNotes
 
 MARK_SECONDS = 20.0
 """How long the record that names the run may take to appear: the host writes it right after it opens the store."""
 _GREETING_SECONDS = 20.0
+_LOOK_TIMEOUT = 5.0
 _POLL_SECONDS = 0.05
 _UNFIT = "hf-diloco/unfit"
 _MAX_UNFIT_BYTES = 1000
@@ -121,6 +122,16 @@ def who_did_not_fit(store: ObjectStore) -> str:
         f"{unfit.who} came from {unfit.address} and ended, as it has another key or other settings than this run: its "
         "error says which"
     )
+
+
+def has_other_run(rendezvous: str | None, seal: Seal) -> bool:
+    """Whether the store at a rendezvous is that of another run than `seal`'s, perhaps of another key."""
+    return run_at(look_at(url_of(str(rendezvous))), seal) not in (None, seal.run_id)
+
+
+def look_at(url: str) -> ObjectStore:
+    """Opens a store that may be about to shut down, with a short timeout."""
+    return ObjectStore(url, _LOOK_TIMEOUT, gone_after=0.0)
 
 
 def _open(config: Place, silent_for: float) -> ObjectStore:

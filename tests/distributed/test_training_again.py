@@ -1,4 +1,4 @@
-"""Islands of fixed membership that train again in the same processes, after a training that none has finished."""
+"""Islands of fixed membership, and nodes, that train again in the same processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from tests.programs.trainer_island import make_model
 
 pytestmark = pytest.mark.distributed
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "trains_again.py"
+PROGRAMS = Path(__file__).parents[1] / "programs"
+ISLAND, NODE = PROGRAMS / "trains_again.py", PROGRAMS / "gossip_again.py"
 
 
 @pytest.mark.parametrize("callbacks", ["same", "new"])
@@ -34,7 +35,7 @@ def test_all_islands_train_again_after_an_error_and_after_a_stop(
     rendezvous = f"tcp://127.0.0.1:{free_port}"
     with Processes() as processes:
         islands = [
-            processes.spawn([sys.executable, PROGRAM, str(island), rendezvous, tmp_path / str(island), callbacks])
+            processes.spawn([sys.executable, ISLAND, str(island), rendezvous, tmp_path / str(island), callbacks])
             for island in range(2)
         ]
         islands[1].wait_for(r"^stopped$(?s:.)*waiting for island 0")  # which keeps the last training's store still
@@ -43,6 +44,18 @@ def test_all_islands_train_again_after_an_error_and_after_a_stop(
             output = island.wait().output
             assert "ended by of the user's own" in output
             assert "trained to the end" in output
+
+
+def test_nodes_train_again_with_another_callback(tmp_path: Path, free_port: int) -> None:
+    with Processes() as processes:
+        nodes = [
+            processes.spawn([sys.executable, NODE, str(node), f"tcp://127.0.0.1:{free_port}", tmp_path / str(node)])
+            for node in range(2)
+        ]
+        nodes[1].wait_for(r"^trained once$(?s:.)*waiting for node 0")  # which keeps the first training's store still
+        (tmp_path / "go").touch()
+        for node in nodes:
+            assert "trained to the end" in node.wait().output
 
 
 class Island:
