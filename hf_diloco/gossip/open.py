@@ -34,12 +34,25 @@ stall for seconds; if the process ends, nodes notice at once."""
 
 @dataclass
 class _Last:
-    """A thread's last training as a node at a rendezvous. `ending` closes its connections."""
+    """A thread's last training as a node at a rendezvous.
+
+    Attributes:
+        ending: closes its connections.
+        start: how often the node had been started in that run, this time included; 0 before it has met the others.
+        seal: of the run.
+    """
 
     thread: int
     ending: ExitStack
+    start: int = 0
     standing: MemberStatus = field(default_factory=MemberStatus)
     seal: Seal | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its run has ended, on all nodes: also if this node failed before it began, as all then do."""
+        phase = self.standing.phase
+        return phase in ("finished", "left") or (phase == "joining" and self.start == 1)
 
 
 _last: dict[tuple[str | None, int], _Last] = {}
@@ -65,7 +78,7 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
         ended = _leave_last(config, mine) if config.num_nodes > 1 else None
         found, members = _connect(config, topology, ending, ended)
         if members:
-            mine.standing, mine.seal = members.standing, members.log.seal
+            mine.start, mine.standing, mine.seal = members.incarnation, members.standing, members.log.seal
         inner = with_payload(found, config.payload)
 
     island.on_leader(connect)
@@ -83,13 +96,13 @@ def _leave_last(config: GossipConfig, mine: _Last) -> Seal | None:
     last, _last[place] = _last.get(place), mine
     if last is None or last.thread != mine.thread:
         return None
-    has_ended = last.standing.phase in ("finished", "left")  # before closing, which says "left" after an error, too
+    has_ended = last.has_ended  # before closing, which says "left" also after an error
     last.ending.close()
     return last.seal if has_ended else None
 
 
-def _close(node: weakref.ref[NodeNeighbours]) -> None:
-    if (last := node()) is not None:
+def _close(connected: weakref.ref[NodeNeighbours] | weakref.ref[MeshNeighbours]) -> None:
+    if (last := connected()) is not None:
         last.close()
 
 
@@ -128,4 +141,5 @@ def _connect(
         notes=notes,
         key=key,
     )
+    ending.callback(_close, weakref.ref(mesh))  # its threads may outlive the node's other objects
     return mesh, members

@@ -46,13 +46,15 @@ def test_all_islands_train_again_after_an_error_and_after_a_stop(
             assert "trained to the end" in output
 
 
-def test_nodes_train_again_with_another_callback(tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize("first", ["finished", "refused"])
+def test_nodes_train_again_with_another_callback(tmp_path: Path, free_port: int, first: str) -> None:
+    rendezvous = f"tcp://127.0.0.1:{free_port}"
     with Processes() as processes:
         nodes = [
-            processes.spawn([sys.executable, NODE, str(node), f"tcp://127.0.0.1:{free_port}", tmp_path / str(node)])
+            processes.spawn([sys.executable, NODE, str(node), rendezvous, tmp_path / str(node), first])
             for node in range(2)
         ]
-        nodes[1].wait_for(r"^trained once$(?s:.)*waiting for node 0")  # which keeps the first training's store still
+        nodes[1].wait_for(r"^first ended$(?s:.)*waiting for node 0")  # which keeps the first training's store still
         (tmp_path / "go").touch()
         for node in nodes:
             assert "trained to the end" in node.wait().output

@@ -1,7 +1,8 @@
 """A node that trains twice in one process, with another callback each time.
 
 Before the second training, node 0 waits for the file `go` beside the output folder. Arguments: the node's number, the
-rendezvous and the output folder.
+rendezvous, the output folder, and whether the first training is "finished", or "refused" because nodes have different
+settings.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from pathlib import Path
 from transformers import Trainer, TrainingArguments
 
 from hf_diloco import GossipCallback
+from hf_diloco.errors import FingerprintError
 from tests.programs.trainer_island import Tokens, make_model
 
 NUM_NODES = 2
 
 
-def train(node: int, rendezvous: str, folder: Path) -> int:
-    callback = GossipCallback(node=node, num_nodes=NUM_NODES, rendezvous=rendezvous, join_timeout=60.0)
+def train(node: int, rendezvous: str, folder: Path, momentum: float = 0.9) -> int:
+    callback = GossipCallback(
+        node=node, num_nodes=NUM_NODES, rendezvous=rendezvous, join_timeout=60.0, momentum=momentum
+    )
     model = make_model(lora=False, tied=True, seed=1)
     args = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], max_steps=4, disable_tqdm=True)
     optimizers = callback.make_optimizer(model, args), None
@@ -32,8 +36,15 @@ def train(node: int, rendezvous: str, folder: Path) -> int:
 
 def main() -> None:
     node, rendezvous, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    assert train(node, rendezvous, folder / "first") == 4
-    print("trained once", flush=True)
+    if sys.argv[4] == "finished":
+        assert train(node, rendezvous, folder / "first") == 4
+    else:
+        try:
+            train(node, rendezvous, folder / "first", momentum=0.5 + 0.1 * node)
+            raise AssertionError("different settings were not refused")
+        except FingerprintError as error:
+            print("refused:", error)
+    print("first ended", flush=True)
     while node == 0 and not (folder.parent / "go").exists():
         time.sleep(0.05)
     assert train(node, rendezvous, folder / "second") == 4
