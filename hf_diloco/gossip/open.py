@@ -109,7 +109,7 @@ def _close(connected: weakref.ref[NodeNeighbours] | weakref.ref[MeshNeighbours])
 def _connect(
     config: GossipConfig, topology: Topology, ending: ExitStack, ended: Seal | None
 ) -> tuple[Neighbours, Members | None]:
-    """Connects this node, not to the run of the seal `ended`, whose store node 0 may still keep."""
+    """Connects this node. `ended`: the seal of its last run, if that has ended; node 0 may still keep the store."""
     tell_who_is_alone(config, "node")
     check_own_address(config.bind_address)
     if config.num_nodes == 1:
@@ -117,7 +117,7 @@ def _connect(
     notes = WaitNotes(config.node, "node")
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
     if ended and not is_host:
-        await_training(config, partial(has_other_run, config.rendezvous, ended), notes)
+        await_training(config, partial(has_other_run, config, ended), notes)
     size = {"num_nodes": config.num_nodes}
     store, key, address, end_store = meet(
         config, credentials, is_host, f"node {config.node}", size, SILENT_SECONDS, notes

@@ -83,7 +83,7 @@ class Members:
         self.refresh: Callable[[], None] = lambda: None
         self._unit = unit
         self.log = log
-        self._folder = folder
+        self.folder = folder
         self.lease = LEASE_SECONDS if lease is None else lease
         self._clock = clock
         self._seen: dict[int, tuple[int, HeartbeatRecord, float]] = {}
@@ -139,7 +139,7 @@ class Members:
             host=socket.gethostname(),
             machine=_machine(),
             pid=os.getpid(),
-            folder=self._folder,
+            folder=self.folder,
             identities=self.log.seal.identities,
             nonce=secrets.token_hex(8),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import suppress
 from typing import Literal
 
 from pydantic import Field
@@ -24,9 +23,6 @@ _BRING_BACK = (
     f"Bring {RUN_PATH} back from a copy; or stop all islands and start them with an empty rendezvous: they go on from "
     "their checkpoints"
 )
-
-_ended: dict[tuple[int, str], int] = {}
-"""The runs that `note_end` noted, with the island that this process was: the number of island 0's process then."""
 
 
 class RunRecord(Record):
@@ -213,28 +209,6 @@ def _not_ours(store: ObjectStore, error: ForgedError) -> RendezvousError:
         "to all islands (HF_DILOCO_KEY or key_file) and to commands that look at it (--key-file); if run.json is "
         "damaged, bring it back from a copy; or choose another rendezvous"
     )
-
-
-def note_end(members: Members) -> None:
-    """Notes that this process has taken part in a run to its end, at a store that island 0 keeps."""
-    with suppress(StoreError):  # island 0 has ended its store already
-        _ended[members.island, members.log.seal.run_id] = members.newest_incarnation(0)
-
-
-def has_noted_ends(island: int) -> bool:
-    """Whether this process has taken part in a run to its end, as `island`."""
-    return any(of == island for of, _ in _ended)
-
-
-def is_of_ended_run(store: ObjectStore, seal: Seal, island: int) -> bool:
-    """Whether a store is still that of a run whose end this process has noted, as `island`.
-
-    False once island 0 has come back to that run. `seal` is of any run.
-    """
-    run = RunLog(store, seal.of(NO_RUN)).read_or_refuse(RUN_PATH, RunRecord)
-    if run is None or (island, run.run) not in _ended:
-        return False
-    return Members(RunLog(store, seal.of(run.run)), island).newest_incarnation(0) == _ended[island, run.run]
 
 
 def check_welcome(members: Members, clock: Clock) -> None:

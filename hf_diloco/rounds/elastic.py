@@ -25,12 +25,13 @@ from hf_diloco.inner.base import Shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import LanePartition, check_cover
 from hf_diloco.membership.candidates import Rules
+from hf_diloco.membership.ended_runs import note_end
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.fingerprint import check_own_folder, make_fingerprint
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, author_of
-from hf_diloco.membership.run import RunRecord, check_welcome, enter_run, note_end
+from hf_diloco.membership.run import RunRecord, check_welcome, enter_run
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state

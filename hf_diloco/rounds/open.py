@@ -14,7 +14,7 @@ from hf_diloco.config.advice import tell_who_is_alone
 from hf_diloco.config.base import need_number
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership.run import has_noted_ends, is_of_ended_run
+from hf_diloco.membership.ended_runs import has_noted_ends, is_of_ended_run
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.store.credentials import find_credentials
@@ -79,7 +79,7 @@ def open_session(
         session, seal = _open_elastic(config, island, should_stop, after, folder or Path()), None
     else:
         if config.island and last and last.seal:
-            has_begun = partial(has_other_run, config.rendezvous, last.seal)
+            has_begun = partial(has_other_run, config, last.seal)
             island.on_leader(lambda: await_training(config, has_begun, WaitNotes(config.island), should_stop))
         session = FixedSession(config, island, should_stop, folder=folder)
         seal = session.transport.store.log.seal
@@ -128,7 +128,7 @@ def _open_elastic(
         if after:
             config = _place_after(config, after)
         if place.meets_at_island_0 and place.island:
-            island.on_leader(partial(_await_next_run, place, config, after, should_stop))
+            island.on_leader(partial(_await_next_run, place, config, after, should_stop, folder))
         return ElasticSession(config, island, should_stop, host=host, linger=linger)
     except BaseException:
         if host is not None:
@@ -159,18 +159,23 @@ def _meet_at_island_0(
 
 
 def _await_next_run(
-    place: DiLoCoConfig, config: DiLoCoConfig, after: BaseSession | None, should_stop: Callable[[], bool]
+    place: DiLoCoConfig,
+    config: DiLoCoConfig,
+    after: BaseSession | None,
+    should_stop: Callable[[], bool],
+    folder: Path,
 ) -> None:
     """Waits, after a run that has ended, until island 0 has begun the next one: it first ends the last store.
 
     Args:
         place, config: the settings with the address of island 0, and with that of the next run's store.
-        after: see `open_session`.
+        after, folder: see `open_session`.
     """
     url = str(config.rendezvous)
 
     def is_another() -> bool:
-        return not is_of_ended_run(look_at(url), find_credentials(place, place.island).seal(NO_RUN), place.island)
+        seal = find_credentials(place, place.island).seal(NO_RUN)
+        return not is_of_ended_run(look_at(url), seal, place.island, folder)
 
     if after and after.has_finished:
         await_training(place, partial(_has_run, url), WaitNotes(place.island), should_stop)

@@ -124,9 +124,10 @@ def who_did_not_fit(store: ObjectStore) -> str:
     )
 
 
-def has_other_run(rendezvous: str | None, seal: Seal) -> bool:
-    """Whether the store at a rendezvous is that of another run than `seal`'s, perhaps of another key."""
-    return run_at(look_at(url_of(str(rendezvous))), seal) not in (None, seal.run_id)
+def has_other_run(config: Place, seal: Seal) -> bool:
+    """Whether the store at the rendezvous is that of another run than `seal`'s, perhaps of another key."""
+    assert config.rendezvous is not None
+    return run_at(look_at(url_of(config.rendezvous)), seal) not in (None, seal.run_id)
 
 
 def look_at(url: str) -> ObjectStore:

@@ -25,39 +25,42 @@ from tests.programs.trainer_island import make_model
 pytestmark = pytest.mark.distributed
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-ISLAND, NODE = PROGRAMS / "trains_again.py", PROGRAMS / "gossip_again.py"
+
+
+def train_again(program: str, folder: Path, port: int, kind: str, until: str) -> list[str]:
+    """Two processes of a program, the first of which goes on once the other has printed `until` and waits for it."""
+    with Processes() as processes:
+        both = [
+            processes.spawn(
+                [
+                    sys.executable,
+                    PROGRAMS / program,
+                    str(number),
+                    f"tcp://127.0.0.1:{port}",
+                    folder / str(number),
+                    kind,
+                ]
+            )
+            for number in range(2)
+        ]
+        both[1].wait_for(rf"^{until}$(?s:.)*waiting for (island|node) 0")  # which keeps the last store still
+        (folder / "go").touch()
+        return [process.wait().output for process in both]
 
 
 @pytest.mark.parametrize("callbacks", ["same", "new"])
 def test_all_islands_train_again_after_an_error_and_after_a_stop(
     tmp_path: Path, free_port: int, callbacks: str
 ) -> None:
-    rendezvous = f"tcp://127.0.0.1:{free_port}"
-    with Processes() as processes:
-        islands = [
-            processes.spawn([sys.executable, ISLAND, str(island), rendezvous, tmp_path / str(island), callbacks])
-            for island in range(2)
-        ]
-        islands[1].wait_for(r"^stopped$(?s:.)*waiting for island 0")  # which keeps the last training's store still
-        (tmp_path / "go").touch()
-        for island in islands:
-            output = island.wait().output
-            assert "ended by of the user's own" in output
-            assert "trained to the end" in output
+    for output in train_again("trains_again.py", tmp_path, free_port, callbacks, "stopped"):
+        assert "ended by of the user's own" in output
+        assert "trained to the end" in output
 
 
 @pytest.mark.parametrize("first", ["finished", "refused"])
 def test_nodes_train_again_with_another_callback(tmp_path: Path, free_port: int, first: str) -> None:
-    rendezvous = f"tcp://127.0.0.1:{free_port}"
-    with Processes() as processes:
-        nodes = [
-            processes.spawn([sys.executable, NODE, str(node), rendezvous, tmp_path / str(node), first])
-            for node in range(2)
-        ]
-        nodes[1].wait_for(r"^first ended$(?s:.)*waiting for node 0")  # which keeps the first training's store still
-        (tmp_path / "go").touch()
-        for node in nodes:
-            assert "trained to the end" in node.wait().output
+    for output in train_again("gossip_again.py", tmp_path, free_port, first, "first ended"):
+        assert "trained to the end" in output
 
 
 class Island:

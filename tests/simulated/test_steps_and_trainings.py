@@ -19,7 +19,7 @@ from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
 from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.membership import facts
+from hf_diloco.membership import ended_runs, facts
 from hf_diloco.membership.facts import compare_facts, join_facts
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
@@ -215,39 +215,42 @@ def test_training_twice_where_island_0_keeps_the_store_and_takes_its_time(tmp_pa
     assert len(set(run_islands(2, island_main))) == 1
 
 
-@pytest.mark.parametrize("folders", [["first", "second"], ["same", "same"]])
 def test_the_next_training_waits_for_island_0_to_end_the_store_of_the_last_one(
-    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch, folders: list[str]
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In other folders it is another run. In the same ones, island 0 comes back to the run, which is over."""
     common: dict[str, Any] = {"num_islands": 2, "max_islands": 3, "sync_every": 1, "join_timeout": LONG}
     common |= {"rendezvous": f"tcp://127.0.0.1:{free_port}", "exchange_timeout": 3.0}
-    end_store = ElasticSession._end_store
+    end_store, is_awaited = ElasticSession._end_store, threading.Event()
 
     def end_late(self: ElasticSession, host: StoreHost, finished: bool) -> None:
-        time.sleep(1.5)
+        assert is_awaited.wait(LONG)
         end_store(self, host, finished)
 
+    def look(*args: Any) -> bool:
+        if found := ended_runs.is_of_ended_run(*args):
+            is_awaited.set()
+        return found
+
     monkeypatch.setattr(ElasticSession, "_end_store", end_late)
+    monkeypatch.setattr("hf_diloco.rounds.open.is_of_ended_run", look)
 
     def island_main(island: int) -> list[tuple[str, list[int], str]]:
         outcomes = []
-        for name in folders:
+        for name in ("first", "second"):
             folder = tmp_path / name / str(island)
             session = open_session(DiLoCoConfig(island=island, **common), IslandGroup(), folder=folder)
             session.num_rounds = 1
             session.join(shards_of(island), folder)
             session.outer.count_step(1.0)
-            participants = [] if session.is_over else session.sync().participants
+            participants = session.sync().participants
             session.leave(finished=True)
             outcomes.append((session.outer.run, participants, str(session.outer.outer_hash)))
         return outcomes
 
     first, second = run_islands(2, island_main)
     assert first == second
-    is_same = folders[0] == folders[1]
-    assert [participants for _, participants, _ in first] == [[0, 1], [] if is_same else [0, 1]]
-    assert (first[0][0] == first[1][0]) == is_same
+    assert [participants for _, participants, _ in first] == [[0, 1], [0, 1]]
+    assert first[0][0] != first[1][0], "another run"
 
 
 def test_a_session_that_cannot_be_opened_leaves_no_port_taken(tmp_path: Path, free_port: int) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from hf_diloco.errors import (
 from hf_diloco.membership import heartbeats
 from hf_diloco.membership.candidates import Candidates, Rules, UsualNorms
 from hf_diloco.membership.decisions import Decisions
+from hf_diloco.membership.ended_runs import has_noted_ends, is_of_ended_run, note_end
 from hf_diloco.membership.facts import Facts
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import HeartbeatRecord, IncarnationRecord, Phase, incarnation_path
@@ -558,6 +560,17 @@ def test_a_commit_is_not_judged_before_most_have_voted(log: RunLog, process: Pro
 
 def begin(store: Any, key: bytes = b"", clock: StillClock | None = None) -> tuple[RunRecord, bool]:
     return enter_run(store, Seal(key, "-"), 0, "", None, {}, clock or StillClock())
+
+
+def test_a_run_that_has_ended_is_taken_up_again_in_its_own_folder_only(tmp_path: Path, store: ObjectStore) -> None:
+    run, _ = begin(store)
+    seal = Seal(b"", run.run)
+    assert not is_of_ended_run(store, seal, 1, tmp_path / "other")
+    note_end(Members(RunLog(store, seal), 1, str(tmp_path / "own")))
+    assert has_noted_ends(1)
+    assert is_of_ended_run(store, seal, 1, tmp_path / "other")
+    assert not is_of_ended_run(store, seal, 1, tmp_path / "own")
+    assert not is_of_ended_run(store, seal, 2, tmp_path / "other"), "another island of this process"
 
 
 def test_of_islands_with_other_keys_that_begin_at_once_one_is_refused(store: Any) -> None:
