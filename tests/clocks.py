@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defined]  # those that Python waits for
 
 from hf_diloco.utils.clock import Clock
 
@@ -48,8 +49,8 @@ class FastClock(Clock):
     after the other, and one that wakes another and then waits may be missed: only several looks in a row count. Time
     goes from alarm to alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
 
-    Use it in a `with` block. At its end daemon threads that still sleep do so for ever. Others end, such as rounds
-    that a test leaves behind: they would keep the process from ending.
+    Use it in a `with` block. At its end daemon threads that still sleep do so for ever. What Python waits for at its
+    own end ends, such as rounds that a test leaves behind.
     """
 
     TICK, STEP = 0.001, 0.05
@@ -85,7 +86,8 @@ class FastClock(Clock):
         """Waits for an alarm."""
         bell.wait()
         if self._ended.is_set():
-            if threading.current_thread().daemon:
+            current = threading.current_thread()
+            if current.daemon and current not in _threads_queues:  # a pool's are daemons if its first user is
                 threading.Event().wait()
             raise SystemExit  # which ends a thread, and nothing else
 
