@@ -102,6 +102,11 @@ class Program:
     code: str | None = None
     file: str | None = None
 
+    @property
+    def starts_none(self) -> bool:
+        """It is known to start no Python process itself, and needs no template."""
+        return self.module in ("hf_diloco.apps.lm", "hf_diloco.apps.vision") or "/tests/programs/" in str(self.file)
+
 
 def parse(command: Sequence[str], executable: str) -> Program | None:
     """The Python program that a command runs in this environment; None for anything else."""
@@ -309,10 +314,10 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     """Makes this forked process the requested one, runs its program, and ends."""
     program = Program(**request["program"])
     _take_place(request, files)
-    connection = _fork_own_template()
     environment = request["environment"]
+    if not program.starts_none:
+        _use(_fork_own_template(), environment)
     _show(request["command"], environment)
-    _use(connection, environment)
     os.environ.clear()
     os.environ.update(environment)
     _start_afresh(environment, program)
