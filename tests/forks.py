@@ -47,8 +47,12 @@ PRELOADED = (
     "deepspeed.runtime.engine",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by every engine that is made
+    "networkx",
     "numba",
     "pydoc_data.topics",
+    "rich.live",
+    "rich.progress",
+    "setuptools",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
     "torch.distributed.run",
@@ -58,6 +62,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
     "hf_diloco.trainer.callback",
+    "hf_diloco.cli.launch",
     "hf_diloco.cli.main",
     "hf_diloco.apps.common.training",
     "hf_diloco.apps.lm.assemble",
@@ -462,6 +467,10 @@ def main() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # else DeepSpeed has Muon's iteration compiled, which takes minutes
     for name in PRELOADED:
         importlib.import_module(name)
+    from numba.core.registry import cpu_target
+
+    for context in (cpu_target.typing_context, cpu_target.target_context):
+        context.refresh()  # else 0.2 s in each process that calls a compiled function
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would lose them"
     import gc
