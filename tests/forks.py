@@ -8,7 +8,7 @@ whole tree of launchers and ranks pays for its imports once.
 How: a *template*, a child of the process that is to start others, has imported `PRELOADED` and runs no thread. Asked
 for a process it forks twice; the process in between ends, and the new one becomes a child of the one that asked, which
 is a subreaper at that moment. So `Popen.wait`, signals, process groups and orphans are the real thing. The new process
-first forks a template of its own, while it has only one thread.
+first forks a template of its own, while it has only one thread, unless it is known to need none.
 
 What a forked process shows in /proc (environment, command) is its own, for `psutil`.
 """
@@ -441,7 +441,7 @@ def _prctl(option: int, value: Any) -> None:
 
 
 def _use_huge_pages() -> None:
-    """Puts this process's memory together in pages of 2 MB: a fork takes a quarter of the time, as does its end.
+    """Puts this process's memory together in pages of 2 MB: a fork, and the end of the new process, take a third.
 
     Where the kernel cannot (before Linux 6.1), all stays as it is.
     """

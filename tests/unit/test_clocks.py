@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from hf_diloco.utils.clock import REAL
-from tests.clocks import FastClock
+from tests.clocks import AT_ONCE, FastClock
 
 
 @pytest.fixture
@@ -64,3 +65,14 @@ def test_an_event_ends_a_wait_before_its_time(clock: FastClock) -> None:
     assert clock.now() - begun == pytest.approx(5.0, abs=0.5)
     event.clear()
     assert not event.wait(1.0)
+
+
+def test_a_pools_thread_that_a_daemon_began_ends_with_the_clock() -> None:
+    """Python waits for it when the process ends, though it is a daemon, too."""
+    pool = ThreadPoolExecutor(1)
+    sleeps: list[Future[None]] = []
+    with FastClock() as clock:
+        first = threading.Thread(target=lambda: sleeps.append(pool.submit(clock.sleep, 1e9)), daemon=True)
+        first.start()
+        first.join()
+    assert isinstance(sleeps[0].exception(AT_ONCE), SystemExit)
