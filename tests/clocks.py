@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defined]  # those that Python waits for
+from concurrent.futures.thread import _threads_queues  # those that Python waits for
 
 from hf_diloco.utils.clock import Clock
 
