@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import io
 import json
@@ -291,14 +292,15 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _fork_own_template() -> socket.socket:
-    """A template for the processes that this forked one starts. Returns the connection to it."""
+def _fork_own_template(errors: int) -> socket.socket:
+    """A template for the processes that this forked one starts, without the file for errors; the connection to it."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     if os.fork():
         theirs.close()
         return ours
     ours.close()
+    os.close(errors)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
@@ -318,19 +320,22 @@ def _fork_own_template() -> socket.socket:
 def _become(request: dict[str, Any], files: list[int]) -> None:
     """Makes this forked process the requested one, runs its program, and ends."""
     program = Program(**request["program"])
-    _take_place(request, files)
+    errors = _take_place(request, files)
     environment = request["environment"]
     if not program.starts_none:
-        _use(_fork_own_template(), environment)
+        _use(_fork_own_template(errors), environment)
     _show(request["command"], environment)
+    os.close(errors)  # which Popen takes for the success of exec: only now who looks for this process finds it
     os.environ.clear()
     os.environ.update(environment)
     _start_afresh(environment, program)
     _run(program)
 
 
-def _take_place(request: dict[str, Any], files: list[int]) -> None:
-    standard, errors, kept = files[:3], files[3], files[4:]
+def _take_place(request: dict[str, Any], files: list[int]) -> int:
+    """Gives this process its files, folder, group and signals. Returns the file for errors, still open."""
+    standard, kept = files[:3], files[4:]
+    errors = fcntl.fcntl(files[3], fcntl.F_DUPFD_CLOEXEC, max([*files, *request["kept"]]) + 1)  # in nobody's way
     if request["group"] is None:
         os.setsid()
     else:
@@ -344,11 +349,11 @@ def _take_place(request: dict[str, Any], files: list[int]) -> None:
         os.set_inheritable(wanted, True)
     for file in {*files} - {0, 1, 2, *request["kept"]}:
         os.close(file)
-    del errors  # closed: Popen takes it for the success of exec
     os.chdir(request["cwd"])
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    return errors
 
 
 def _start_afresh(environment: dict[str, str], program: Program) -> None:
