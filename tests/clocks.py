@@ -49,8 +49,8 @@ class FastClock(Clock):
     after the other, and one that wakes another and then waits may be missed: only several looks in a row count. Time
     goes from alarm to alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
 
-    Use it in a `with` block. At its end daemon threads that still sleep do so for ever. What Python waits for at its
-    own end ends, such as rounds that a test leaves behind.
+    Use it in a `with` block. At its end daemon threads that still sleep do so for ever. Threads that Python waits for
+    before it exits end, such as rounds that a test leaves behind.
     """
 
     TICK, STEP = 0.001, 0.05

@@ -325,7 +325,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     if not program.starts_none:
         _use(_fork_own_template(errors), environment)
     _show(request["command"], environment)
-    os.close(errors)  # which Popen takes for the success of exec: only now who looks for this process finds it
+    os.close(errors)  # lets Popen return, now that /proc shows what this process is
     os.environ.clear()
     os.environ.update(environment)
     _start_afresh(environment, program)
@@ -446,7 +446,7 @@ def _prctl(option: int, value: Any) -> None:
 
 
 def _use_huge_pages() -> None:
-    """Puts this process's memory together in pages of 2 MB: a fork, and the end of the new process, take a third.
+    """Puts this process's memory into pages of 2 MB. A fork and the end of the new process take a third of the time.
 
     Where the kernel cannot (before Linux 6.1), all stays as it is.
     """
