@@ -11,6 +11,7 @@ does not count. So votes never change, and two islands that count at different t
 
     commit      more than half of the islands that have not abstained hold the same digest
     split       no digest can reach that any more: the attempt is aborted, and the round is repeated
+    no vote     all islands have abstained: the same, and nobody's average is in doubt
 
 If islands compute different averages once, it may be chance; if it happens more often, it is a fault. The round is
 repeated from the same pseudo-gradients: an island that then computes another average than before has computed at least
@@ -110,13 +111,15 @@ class Voting:
                 if won_by == mean:
                     return self.decisions.decide(folder, OutcomeRecord(by=own, kind="commit", mean=mean))
                 if won_by == ABSTENTION:
-                    return self._abort(folder, "its participants hold different averages, or none has voted", True)
+                    if any(votes.values()):
+                        return self._abort(folder, "its participants hold different averages", is_split=True)
+                    return self._abort(folder, "none of its participants has voted")
                 if not any(votes.get(island) == won_by for island in carrying_out):
-                    return self._abort(folder, "those who agree on another average are gone", False)
+                    return self._abort(folder, "those who agree on another average are gone")
             others = participants - {own}
             wait.look(silent & others or others)
 
-    def _abort(self, folder: str, reason: str, is_split: bool) -> OutcomeRecord:
+    def _abort(self, folder: str, reason: str, is_split: bool = False) -> OutcomeRecord:
         wish = OutcomeRecord(by=self._island, kind="abort", is_split=is_split, reason=reason)
         return self.decisions.outcome(folder) or self.decisions.decide(folder, wish)
 

@@ -270,6 +270,8 @@ class ElasticRounds(Rounds):
             engine.close()
             raise self._diverged(planned, fault)
         if outcome.kind == "abort":
+            if not outcome.is_split:  # else `judge` has said so
+                self.say_again(planned.round, outcome.reason)
             engine.on_outcome(planned, outcome, None)
             self._offers.forget(outcome.unusable)
             self._check_patience(planned, outcome)

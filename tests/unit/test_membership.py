@@ -474,6 +474,24 @@ def test_nobody_waits_for_ever_for_who_votes_in_anothers_name(
     assert clock.now() - since < 1
 
 
+@pytest.mark.parametrize(
+    ("votes", "is_split", "reason"),
+    [
+        ({}, False, "none of its participants has voted"),
+        ({1: "ab", 2: "cd"}, True, "its participants hold different averages"),
+    ],
+)
+def test_averages_are_in_doubt_only_where_two_differ(
+    log: RunLog, process: Process, clock: EventfulClock, votes: dict[int, str], is_split: bool, reason: str
+) -> None:
+    """Not where the participants hang, as on machines that sleep, and an island without a part votes them out."""
+    attempt = Attempt(1, 0, offers=(offer_of(1), offer_of(2)))
+    for island, mean in votes.items():
+        log.create(f"{attempt.path}/votes/{island:05d}.json", VoteRecord(island=island, mean=mean))
+    outcome = Quorum(process(0), Rules(grace=2.0), clock=clock).commit(attempt, "ab")
+    assert (outcome.kind, outcome.is_split, outcome.reason) == ("abort", is_split, reason)
+
+
 @pytest.mark.parametrize("number", [-1, 1 << 53, 10**400])
 def test_numbers_that_nothing_can_be_counted_by_are_refused(log: RunLog, number: int) -> None:
     """They would end whoever writes them down, or compares them with fractions."""
