@@ -46,8 +46,9 @@ class FastClock(Clock):
     """Runs fast while all threads of this process wait, and at a tenth of real time while one computes.
 
     Also while one waits for a core, or for the disk: so a busy machine makes nobody late. Threads are looked at one
-    after the other, and one that wakes another and then waits may be missed: only several looks in a row count. Time
-    goes from alarm to alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
+    after the other, and one that wakes another and then waits may be missed, or always be seen while it waits for
+    Python's lock: only several looks in a row count, between which they hardly ran. Time goes from alarm to alarm in
+    steps of at most `STEP` a tick: threads that wait for sockets take real time.
 
     Use it in a `with` block. At its end daemon threads that still sleep do so for ever. Threads that Python waits for
     before it exits end, such as rounds that a test leaves behind.
@@ -55,6 +56,7 @@ class FastClock(Clock):
 
     TICK, STEP = 0.001, 0.05
     LOOKS = 4  # in a row at which all wait, before time runs
+    BRIEFLY = 200_000  # nanoseconds that all together may run between two looks
     BUSY_SPEED = 0.1  # it never stands still, so that whatever waits in real time ends
 
     def __init__(self) -> None:
@@ -107,7 +109,7 @@ class FastClock(Clock):
         others, quiet, last = _Tasks(), 0, time.monotonic()
         while not self._ended.wait(self.TICK):
             real = time.monotonic()
-            quiet = quiet + 1 if others.all_sleep() else 0
+            quiet = quiet + 1 if others.all_wait() else 0
             step = self.STEP if quiet >= self.LOOKS else self.BUSY_SPEED * (real - last)
             last = real
             with self._lock:
@@ -147,14 +149,18 @@ class _Tasks:
 
     def __init__(self) -> None:
         self._own = str(threading.get_native_id())
-        self._files: dict[str, int] = {}
+        self._files: dict[str, tuple[int, int]] = {}
+        self._ran: dict[str, int] = {}
 
-    def all_sleep(self) -> bool:
-        """Whether every one waits for something that is no core and no disk."""
+    def all_wait(self) -> bool:
+        """Whether every one waits for something that is no core and no disk, and hardly ran since the last look."""
         tasks = {task for task in os.listdir("/proc/self/task") if task != self._own}
         for task in self._files.keys() - tasks:
             self._forget(task)
-        return all(map(self._sleeps, tasks))
+        before = dict(self._ran)
+        sleep = [self._sleeps(task) for task in tasks]
+        ran = sum(self._ran.values()) - sum(before.get(task, 0) for task in self._ran)
+        return all(sleep) and ran < FastClock.BRIEFLY
 
     def close(self) -> None:
         for task in list(self._files):
@@ -163,11 +169,24 @@ class _Tasks:
     def _sleeps(self, task: str) -> bool:
         try:
             if task not in self._files:
-                self._files[task] = os.open(f"/proc/self/task/{task}/stat", os.O_RDONLY)
-            head = os.pread(self._files[task], 128, 0)  # number, (name), state, ...
+                self._files[task] = _open(task)
+            stat, schedstat = (os.pread(file, 128, 0) for file in self._files[task])
         except OSError:  # it has ended
             return True
-        return head[head.rindex(b")") + 2 :].startswith(b"S")
+        self._ran[task] = int(schedstat.split()[0])
+        return stat[stat.rindex(b")") + 2 :].startswith(b"S")  # number, (name), state, ...
 
     def _forget(self, task: str) -> None:
-        os.close(self._files.pop(task))
+        self._ran.pop(task, None)
+        for file in self._files.pop(task):
+            os.close(file)
+
+
+def _open(task: str) -> tuple[int, int]:
+    """Its state, and how long it ran."""
+    stat = os.open(f"/proc/self/task/{task}/stat", os.O_RDONLY)
+    try:
+        return stat, os.open(f"/proc/self/task/{task}/schedstat", os.O_RDONLY)
+    except OSError:
+        os.close(stat)
+        raise

@@ -221,7 +221,7 @@ def test_a_round_under_way_of_which_nothing_is_left_is_passed_over(tmp_path: Pat
         **FOUR,
         **BEHIND,
         "min_islands": 1,
-        "grace": 0.3,
+        "grace": 1.0,
         "snapshot_every": 2,
         "keep_rounds": 1,
     }

@@ -26,10 +26,14 @@ def test_half_a_minute_is_over_in_a_moment(clock: FastClock) -> None:
     assert REAL.now() - real < 20.0
 
 
-def test_it_runs_slowly_while_a_thread_computes(clock: FastClock) -> None:
+@pytest.mark.parametrize("rests", [False, True])
+def test_it_runs_slowly_while_a_thread_computes(clock: FastClock, rests: bool) -> None:
+    """Also one that rests whenever it lets others have Python's lock, so that nobody sees it at work."""
     begun, real = clock.now(), time.monotonic()
-    while time.monotonic() < real + 0.2:
+    while time.monotonic() < real + 0.5:
         sum(range(1000))
+        if rests:
+            time.sleep(0)
     assert clock.now() - begun < 0.5 * (time.monotonic() - real)
 
 
