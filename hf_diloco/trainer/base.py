@@ -186,8 +186,9 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         return nullcontext()
 
     def _run_epoch(self, trainer: Trainer, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Skips the epoch if training resumes after the last step: the Trainer would take one step too many."""
-        if trainer.state.global_step >= trainer.state.max_steps:
+        """Skips the epoch if training resumes after the last step, or ends early before its first: the Trainer would
+        take one step too many."""
+        if trainer.state.global_step >= trainer.state.max_steps or self._ends_early:
             trainer.control.should_training_stop = True
             return None
         with self._giving_back():
@@ -195,7 +196,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
 
     @contextmanager
     def _giving_back(self) -> Iterator[None]:
-        """Restores the Trainer's methods if an epoch or the first evaluation raises; the Trainer tells no callback."""
+        """Restores the Trainer's methods if its body raises: the Trainer tells no callback."""
         try:
             yield
         except BaseException:

@@ -145,9 +145,13 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Joins the other islands, restores or creates the outer state, and makes all islands' weights equal."""
-        trainer = find_trainer()
-        move_before_trackers(self)  # `add_callback` comes after `on_init_end`
         self._failure = None
+        move_before_trackers(self)  # `add_callback` comes after `on_init_end`
+        with self._giving_back():
+            self._join(args, state, control, **kwargs)
+
+    def _join(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        trainer = find_trainer()
         callbacks = trainer.callback_handler.callbacks if trainer else ()
         optimizer, scheduler = unwrap_optimizer(kwargs["optimizer"]), kwargs.get("lr_scheduler")
         check_arguments(self.config, args, callbacks, optimizer, scheduler, state.is_hyper_param_search)
@@ -180,10 +184,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if session.speaks_for_all:
             warn_about_plan(session.config, state.max_steps)
         if session.is_due(is_last=state.global_step >= state.max_steps):  # the round before the checkpoint failed
-            try:
-                self._run_round(state, control)
-            except MissedRoundError as error:
-                self._on_missed(state, error)
+            self._sync(state, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts the step, and runs a round if one is due."""
@@ -246,9 +247,11 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
 
     def _on_error(self) -> None:
         """Leaves the run at once, as the process may live on (in a notebook). Only on islands of one rank."""
-        if self._need_session().island.size == 1 and not self._need_session().has_left:
-            self._need_session().abandon()
-            self._end()
+        if self._session is None or self._session.island.size > 1:
+            return
+        if not self._session.has_left:
+            self._session.abandon()
+        self._end()
 
     def _connect(self, folder: Path) -> BaseSession:
         if self._has_joined and not self._need_session().has_left:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -28,9 +31,10 @@ from hf_diloco.store.rendezvous import StoreHost
 from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
-from tests.clocks import LONG
+from tests.clocks import LONG, wait_until
 from tests.islands import Beside, interrupted_after, run_islands, try_islands
 from tests.programs.trainer_island import make_model
+from tests.records import events
 from tests.trainers import make_trainer
 
 
@@ -309,6 +313,18 @@ class Interrupts(TrainerCallback):
             raise self._errors.pop()
 
 
+class StopsAt(TrainerCallback):
+    """Asks for a stop in the course of a step."""
+
+    def __init__(self, step: int, callback: DiLoCoCallback) -> None:
+        self._step = step
+        self._callback = callback
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self._step:
+            self._callback.stop()
+
+
 PLACES = ("alone", "store", "tcp", "tcp and another callback")
 
 
@@ -396,3 +412,31 @@ def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(
             trainer.train()
     assert isinstance(failures[0], IslandLostError), "long before sync_timeout"
     assert "its training ended in an error" in str(failures[0]), "nobody has asked it to stop"
+
+
+@pytest.mark.parametrize("by", ["stop()", "an interrupt"])
+def test_who_ends_a_resumed_training_in_the_round_that_it_begins_with_leaves_the_run(tmp_path: Path, by: str) -> None:
+    common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"file://{tmp_path}/store", "sync_every": 2}
+    callback = DiLoCoCallback(island=0, sync_timeout=LONG, **common)
+
+    def other() -> None:
+        """Is there, and never comes to a round."""
+        session = open_session(DiLoCoConfig(island=1, **common), IslandGroup())
+        session.join(shards_of(2), tmp_path / "other")
+        wait_until(lambda: len(events(tmp_path / "run", "start")) == 2, "the resumed training")
+        if by == "stop()":
+            callback.stop()
+        else:
+            os.kill(os.getpid(), signal.SIGALRM)
+        session.abandon()
+
+    trainer = make_trainer(tmp_path / "run", callback, StopsAt(2, callback))
+    with Beside(other) as failures, interrupted_after(LONG):
+        trainer.train()
+        assert callback.stopped
+        with nullcontext() if by == "stop()" else pytest.raises(KeyboardInterrupt):
+            trainer.train(resume_from_checkpoint=True)
+        assert callback._need_session().has_left
+    assert not failures
+    assert (callback.stopped, callback.round, trainer.state.global_step) == (by == "stop()", 0, 2)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
