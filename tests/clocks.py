@@ -144,12 +144,15 @@ class _Event(threading.Event):
         return self.is_set()
 
 
+_FILES = [name for name in ("stat", "schedstat") if os.path.exists(f"/proc/self/{name}")]  # a kernel may lack the last
+
+
 class _Tasks:
     """The other threads of this process, as the kernel sees them."""
 
     def __init__(self) -> None:
         self._own = str(threading.get_native_id())
-        self._files: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, list[int]] = {}
         self._ran: dict[str, int] = {}
 
     def all_wait(self) -> bool:
@@ -170,10 +173,10 @@ class _Tasks:
         try:
             if task not in self._files:
                 self._files[task] = _open(task)
-            stat, schedstat = (os.pread(file, 128, 0) for file in self._files[task])
+            stat, *times = (os.pread(file, 128, 0) for file in self._files[task])
         except OSError:  # it has ended
             return True
-        self._ran[task] = int(schedstat.split()[0])
+        self._ran[task] = int(times[0].split()[0]) if times else 0
         return stat[stat.rindex(b")") + 2 :].startswith(b"S")  # number, (name), state, ...
 
     def _forget(self, task: str) -> None:
@@ -182,11 +185,14 @@ class _Tasks:
             os.close(file)
 
 
-def _open(task: str) -> tuple[int, int]:
-    """Its state, and how long it ran."""
-    stat = os.open(f"/proc/self/task/{task}/stat", os.O_RDONLY)
+def _open(task: str) -> list[int]:
+    """Files that tell its state, and how long it ran."""
+    files: list[int] = []
     try:
-        return stat, os.open(f"/proc/self/task/{task}/schedstat", os.O_RDONLY)
+        for name in _FILES:
+            files.append(os.open(f"/proc/self/task/{task}/{name}", os.O_RDONLY))
     except OSError:
-        os.close(stat)
+        for file in files:
+            os.close(file)
         raise
+    return files
