@@ -46,9 +46,9 @@ class FastClock(Clock):
     """Runs fast while all threads of this process wait, and at a tenth of real time while one computes.
 
     Also while one waits for a core, or for the disk: so a busy machine makes nobody late. Threads are looked at one
-    after the other, and one that wakes another and then waits may be missed, or always be seen while it waits for
-    Python's lock: only several looks in a row count, between which they hardly ran. Time goes from alarm to alarm in
-    steps of at most `STEP` a tick: threads that wait for sockets take real time.
+    after the other: one that wakes another and then waits may be missed, and so may one that is always seen while it
+    waits for Python's lock. So only several looks in a row count, and only if the threads hardly ran in between. Time
+    goes from alarm to alarm in steps of at most `STEP` a tick: threads that wait for sockets take real time.
 
     Use it in a `with` block. At its end daemon threads that still sleep do so for ever. Threads that Python waits for
     before it exits end, such as rounds that a test leaves behind.

@@ -11,7 +11,7 @@ does not count. So votes never change, and two islands that count at different t
 
     commit      more than half of the islands that have not abstained hold the same digest
     split       no digest can reach that any more: the attempt is aborted, and the round is repeated
-    no vote     all islands have abstained: the same, and nobody's average is in doubt
+    no vote     all participants have abstained: this attempt is aborted, too, but no average is in doubt
 
 If islands compute different averages once, it may be chance; if it happens more often, it is a fault. The round is
 repeated from the same pseudo-gradients: an island that then computes another average than before has computed at least

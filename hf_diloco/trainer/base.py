@@ -196,7 +196,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
 
     @contextmanager
     def _giving_back(self) -> Iterator[None]:
-        """Restores the Trainer's methods if its body raises: the Trainer tells no callback."""
+        """If its body raises, restores the Trainer's methods and calls `_on_error`: the Trainer tells no callback."""
         try:
             yield
         except BaseException:

@@ -47,7 +47,7 @@ from hf_diloco.trainer.base import RunCallback
 from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.resuming import check_resumption, data_facts, follow_schedule
-from hf_diloco.trainer.saving import describe_model
+from hf_diloco.trainer.saving import describe_model, replaced
 from hf_diloco.trainer.views import HasOuterWeights
 from hf_diloco.utils.text import counted, plural
 
@@ -150,42 +150,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         with self._giving_back():
             self._join(args, state, control, **kwargs)
 
-    def _join(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        trainer = find_trainer()
-        callbacks = trainer.callback_handler.callbacks if trainer else ()
-        optimizer, scheduler = unwrap_optimizer(kwargs["optimizer"]), kwargs.get("lr_scheduler")
-        check_arguments(self.config, args, callbacks, optimizer, scheduler, state.is_hyper_param_search)
-        refuse_foreign_optimizer(kwargs["model"], kwargs["optimizer"], _OWN_OPTIMIZER)
-        shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
-        self._state, self._data_facts = state, data_facts(args, self.config)
-        checkpoint = self._resume_path
-        if checkpoint is None and state.global_step:
-            checkpoint = find_resumed(args, state.global_step)
-        if checkpoint is not None:
-            check_resumption(checkpoint, shards, args, self.config, state)
-        session = self._connect(folder_of(args))
-        session.num_steps = state.max_steps
-        session.num_rounds = count_rounds(self.config, state.max_steps) or None
-        session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
-        self._has_joined = True
-        session.join(shards, folder_of(args), self._facts, checkpoint)
-        self._resume_path = None  # not for the next training
-        follow_schedule(session, state, scheduler)
-        self._describe_model = partial(describe_model, kwargs["model"], kwargs.get("processing_class"))
-        self._tokens_seen = state.num_input_tokens_seen
-        needed = partial(last_of_earlier_round, state.global_step) if self.config.goes_back_together else None
-        self._begin(args, session.island, trainer, RECORD, find_complete, needed, begins_anew=checkpoint is None)
-        self.moved_at_end = session.is_over or state.global_step >= state.max_steps  # by a round since the checkpoint
-        if trainer is not None:
-            self._replace(trainer, "_finalize_training", self._finish)
-        if trainer is not None and self.config.eval_weights == "outer":
-            self._replace(trainer, "_evaluate", self._evaluate)
-        self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
-        if session.speaks_for_all:
-            warn_about_plan(session.config, state.max_steps)
-        if session.is_due(is_last=state.global_step >= state.max_steps):  # the round before the checkpoint failed
-            self._sync(state, control)
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts the step, and runs a round if one is due."""
         session = self._need_session()
@@ -244,6 +208,44 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             raise self._failure
 
     # Steps of the above
+
+    def _join(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        trainer = find_trainer()
+        callbacks = trainer.callback_handler.callbacks if trainer else ()
+        optimizer, scheduler = unwrap_optimizer(kwargs["optimizer"]), kwargs.get("lr_scheduler")
+        check_arguments(self.config, args, callbacks, optimizer, scheduler, state.is_hyper_param_search)
+        refuse_foreign_optimizer(kwargs["model"], kwargs["optimizer"], _OWN_OPTIMIZER)
+        shards = open_shards(kwargs["model"], kwargs["optimizer"], args.world_size)
+        self._state, self._data_facts = state, data_facts(args, self.config)
+        checkpoint = self._resume_path
+        if checkpoint is None and state.global_step:
+            checkpoint = find_resumed(args, state.global_step)
+        if checkpoint is not None:
+            check_resumption(checkpoint, shards, args, self.config, state)
+        session = self._connect(folder_of(args))
+        session.num_steps = state.max_steps
+        session.num_rounds = count_rounds(self.config, state.max_steps) or None
+        session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
+        self._has_joined = True
+        session.join(shards, folder_of(args), self._facts, checkpoint)
+        self._resume_path = None  # not for the next training
+        follow_schedule(session, state, scheduler)
+        self._describe_model = partial(describe_model, kwargs["model"], kwargs.get("processing_class"))
+        self._tokens_seen = state.num_input_tokens_seen
+        needed = partial(last_of_earlier_round, state.global_step) if self.config.goes_back_together else None
+        self._begin(args, session.island, trainer, RECORD, find_complete, needed, begins_anew=checkpoint is None)
+        self.moved_at_end = session.is_over or state.global_step >= state.max_steps  # by a round since the checkpoint
+        if trainer is not None:
+            self._replace(trainer, "_finalize_training", self._finish)
+        if trainer is not None and self.config.eval_weights == "outer":
+            self._replace(trainer, "_evaluate", self._evaluate)
+        self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
+        if session.speaks_for_all:
+            warn_about_plan(session.config, state.max_steps)
+        if session.is_due(is_last=state.global_step >= state.max_steps):  # the round before the checkpoint failed
+            self._sync(state, control)
+            if self._ends_early:
+                self._replaced.enter_context(replaced(args, "eval_on_start", False))
 
     def _on_error(self) -> None:
         """Leaves the run at once, as the process may live on (in a notebook). Only on islands of one rank."""

@@ -430,7 +430,7 @@ def test_who_ends_a_resumed_training_in_the_round_that_it_begins_with_leaves_the
             os.kill(os.getpid(), signal.SIGALRM)
         session.abandon()
 
-    trainer = make_trainer(tmp_path / "run", callback, StopsAt(2, callback))
+    trainer = make_trainer(tmp_path / "run", callback, StopsAt(2, callback), eval_on_start=True)
     with Beside(other) as failures, interrupted_after(LONG):
         trainer.train()
         assert callback.stopped
@@ -440,3 +440,4 @@ def test_who_ends_a_resumed_training_in_the_round_that_it_begins_with_leaves_the
     assert not failures
     assert (callback.stopped, callback.round, trainer.state.global_step) == (by == "stop()", 0, 2)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert len(events(tmp_path / "run", "eval")) == 1, "of the first training: who is to end evaluates nothing"
