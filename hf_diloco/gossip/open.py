@@ -40,6 +40,7 @@ class _Last:
         ending: closes its connections.
         start: how often the node had been started in that run, this time included; 0 before it has met the others.
         seal: of the run.
+        has_failed: whether an error ended its training; the others may go on.
     """
 
     thread: int
@@ -47,10 +48,13 @@ class _Last:
     start: int = 0
     standing: MemberStatus = field(default_factory=MemberStatus)
     seal: Seal | None = None
+    has_failed: bool = False
 
     @property
     def has_ended(self) -> bool:
         """Whether its run has ended, on all nodes: also if this node failed before it began, as all then do."""
+        if self.has_failed:
+            return False
         phase = self.standing.phase
         return phase in ("finished", "left") or (phase == "joining" and self.start == 1)
 
@@ -99,6 +103,13 @@ def _leave_last(config: GossipConfig, mine: _Last) -> Seal | None:
     has_ended = last.has_ended  # before closing, which says "left" also after an error
     last.ending.close()
     return last.seal if has_ended else None
+
+
+def leave_after_error(config: GossipConfig, node: NodeNeighbours) -> None:
+    """Disconnects a node whose training ended in an error: the others go on without it. Node 0 keeps the store."""
+    if (last := _last.get((config.rendezvous, config.node))) is not None:
+        last.has_failed = True
+    node.close()
 
 
 def _close(connected: weakref.ref[NodeNeighbours] | weakref.ref[MeshNeighbours]) -> None:

@@ -26,7 +26,7 @@ from hf_diloco.gossip.checkpoint import (
 )
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import CommonEnd, NodeNeighbours
-from hf_diloco.gossip.open import open_node
+from hf_diloco.gossip.open import leave_after_error, open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
@@ -55,6 +55,11 @@ from hf_diloco.utils.redact import redact
 
 logger = logging.getLogger("hf_diloco")
 
+_ALONE = "which averages with nobody: give it optimizers=(callback.make_optimizer(model, args), None)"
+_AFTER_ERROR = (
+    "an error ended the last training with this GossipCallback, and the others went on without this node: make a new "
+    "callback, and for it a new optimizer and Trainer"
+)
 _NOT_AVERAGED = ("_runtime", "_samples_per_second", "_steps_per_second")
 """Suffixes of metrics that do not describe the model."""
 
@@ -109,6 +114,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         self._num_eval_examples = num_eval_examples
         self._evaluates_at_end = evaluates_at_end
         self._node = neighbours
+        self._has_failed = False
         self._optimizer: GossipOptimizer | None = None
         self._view: MeanView | None = None
         self._common_steps: CommonSteps | None = None
@@ -133,10 +139,7 @@ class GossipCallback(RunCallback[NodeRecord]):
     def optimizer(self) -> GossipOptimizer:
         """The optimizer that `make_optimizer` returned."""
         if self._optimizer is None:
-            raise UnsupportedError(
-                "the Trainer has an optimizer of its own, which averages with nobody: give it "
-                "optimizers=(callback.make_optimizer(model, args), None)"
-            )
+            raise UnsupportedError(f"the Trainer has an optimizer of its own, {_ALONE}")
         return self._optimizer
 
     def make_optimizer(self, model: torch.nn.Module, args: TrainingArguments) -> GossipOptimizer:
@@ -218,16 +221,15 @@ class GossipCallback(RunCallback[NodeRecord]):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Checks that all nodes train the same thing from the same starting point."""
+        if self._has_failed:
+            raise UnsupportedError(_AFTER_ERROR)
         trainer = find_trainer()
         move_before_trackers(self)
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
         optimizer, given = self.optimizer, kwargs["optimizer"]
         inner = getattr(given, "optimizer", given)  # inside Accelerate's wrapper
         if inner is not optimizer:
-            raise UnsupportedError(
-                f"the Trainer steps a {type(inner).__name__}, which averages with nobody: give it "
-                "optimizers=(callback.make_optimizer(model, args), None)"
-            )
+            raise UnsupportedError(f"the Trainer steps a {type(inner).__name__}, {_ALONE}")
         model, node = kwargs["model"], self.node
         node.end = CommonEnd(*optimizer.exchanges)
         if not (optimizer.is_in_step and optimizer.num_vectors):  # a stop request need not spread step by step
@@ -322,6 +324,13 @@ class GossipCallback(RunCallback[NodeRecord]):
         self.node.set_phase("left" if self.stopped else "finished")
 
     # Steps of the above
+
+    def _on_error(self) -> None:
+        """Leaves the other nodes at once, as the process may live on (in a notebook). Only on nodes of one rank."""
+        if self._ranks.size == 1 < self.config.num_nodes:
+            self._end()
+            self._has_failed = True
+            leave_after_error(self.config, self.node)
 
     def _survives_losses(self) -> bool:
         return self.optimizer.num_vectors > 0

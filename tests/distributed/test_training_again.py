@@ -63,6 +63,25 @@ def test_nodes_train_again_with_another_callback(tmp_path: Path, free_port: int,
         assert "trained to the end" in output
 
 
+def test_a_node_whose_training_failed_keeps_nobody_waiting_and_returns(tmp_path: Path, free_port: int) -> None:
+    """Its process lives on, so its connections would too."""
+    program, rendezvous = PROGRAMS / "gossip_fails.py", f"tcp://127.0.0.1:{free_port}"
+    with Processes() as processes:
+        nodes = [
+            processes.spawn([sys.executable, program, str(node), rendezvous, tmp_path / str(node)])
+            for node in range(3)
+        ]
+        nodes[1].wait_for("ended by an error ended the last training with this GossipCallback")
+        for neighbour in (nodes[0], nodes[2]):
+            neighbour.wait_for(r"node 1 was lost \(its connection broke\)")
+        (tmp_path / "go").touch()
+        outputs = [node.wait().output for node in nodes]
+    assert "ended by of the user's own" in outputs[1]
+    assert "node 1 is back: it goes on from the mean of its neighbours" in outputs[1]
+    for output in outputs:
+        assert "ended with the others" in output
+
+
 class Island:
     """An island that trains once and again, and whose waits can be seen and stopped."""
 
