@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hf_diloco.config.advice import tell_who_is_alone
 from hf_diloco.config.base import need_number
+from hf_diloco.errors import IslandLostError
 from hf_diloco.gossip.choco import with_payload
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.mesh import MeshNeighbours
@@ -23,7 +24,7 @@ from hf_diloco.methods.topology import Topology
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import await_training, check_own_address, warn_if_exposed
 from hf_diloco.store.signing import Seal
-from hf_diloco.store.tcp_store import has_other_run, meet
+from hf_diloco.store.tcp_store import has_other_run, is_still_there, meet
 from hf_diloco.transport.base import RateLimit
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -79,8 +80,8 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
     def connect() -> None:
         nonlocal inner, members
         mine = _Last(threading.get_ident(), ending)
-        ended = _leave_last(config, mine) if config.num_nodes > 1 else None
-        found, members = _connect(config, topology, ending, ended)
+        before = _leave_last(config, mine) if config.num_nodes > 1 else None
+        found, members = _connect_after(before, config, topology, ending)
         if members:
             mine.start, mine.standing, mine.seal = members.incarnation, members.standing, members.log.seal
         inner = with_payload(found, config.payload)
@@ -91,18 +92,15 @@ def open_node(config: GossipConfig, topology: Topology, island: IslandGroup) -> 
     return node
 
 
-def _leave_last(config: GossipConfig, mine: _Last) -> Seal | None:
-    """Closes the connections of this thread's last training as the same node, which may have ended in an error.
-
-    Returns the seal of its run if that has ended, on all nodes.
-    """
+def _leave_last(config: GossipConfig, mine: _Last) -> _Last | None:
+    """Closes the connections of this thread's last training as the same node, which may have ended in an error."""
     place = config.rendezvous, config.node
     last, _last[place] = _last.get(place), mine
     if last is None or last.thread != mine.thread:
         return None
-    has_ended = last.has_ended  # before closing, which says "left" also after an error
+    last.has_failed = not last.has_ended  # before closing, which says "left" also after an error
     last.ending.close()
-    return last.seal if has_ended else None
+    return last
 
 
 def leave_after_error(config: GossipConfig, node: NodeNeighbours) -> None:
@@ -117,18 +115,34 @@ def _close(connected: weakref.ref[NodeNeighbours] | weakref.ref[MeshNeighbours])
         last.close()
 
 
-def _connect(
-    config: GossipConfig, topology: Topology, ending: ExitStack, ended: Seal | None
+def _connect_after(
+    before: _Last | None, config: GossipConfig, topology: Topology, ending: ExitStack
 ) -> tuple[Neighbours, Members | None]:
-    """Connects this node. `ended`: the seal of its last run, if that has ended; node 0 may still keep the store."""
+    """Connects this node, after its last training there. Node 0 may still keep the store of that run.
+
+    If only this node's training failed, it returns to that run. If the training of node 0 failed too, node 0 ends the
+    run when it begins another one, which this node then joins.
+    """
+    seal = before.seal if before and config.node != 0 else None
+    if before is None or seal is None:
+        return _connect(config, topology, ending)
+    if before.has_failed:
+        try:
+            return _connect(config, topology, ending)
+        except IslandLostError:
+            if is_still_there(config, seal):
+                raise
+    await_training(config, partial(has_other_run, config, seal), WaitNotes(config.node, "node"))
+    return _connect(config, topology, ending)
+
+
+def _connect(config: GossipConfig, topology: Topology, ending: ExitStack) -> tuple[Neighbours, Members | None]:
     tell_who_is_alone(config, "node")
     check_own_address(config.bind_address)
     if config.num_nodes == 1:
         return MemoryGraph(topology).node(0), None
     notes = WaitNotes(config.node, "node")
     credentials, is_host = find_credentials(config, config.node, "node"), config.node == 0
-    if ended and not is_host:
-        await_training(config, partial(has_other_run, config, ended), notes)
     size = {"num_nodes": config.num_nodes}
     store, key, address, end_store = meet(
         config, credentials, is_host, f"node {config.node}", size, SILENT_SECONDS, notes

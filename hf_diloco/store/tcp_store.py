@@ -130,6 +130,15 @@ def has_other_run(config: Place, seal: Seal) -> bool:
     return run_at(look_at(url_of(config.rendezvous)), seal) not in (None, seal.run_id)
 
 
+def is_still_there(config: Place, seal: Seal) -> bool:
+    """Whether the store at the rendezvous answers, and is that of `seal`'s run."""
+    assert config.rendezvous is not None
+    try:
+        return run_at(look_at(url_of(config.rendezvous)), seal) == seal.run_id
+    except (RendezvousError, StoreError):
+        return False
+
+
 def look_at(url: str) -> ObjectStore:
     """Opens a store that may be about to shut down, with a short timeout."""
     return ObjectStore(url, _LOOK_TIMEOUT, gone_after=0.0)

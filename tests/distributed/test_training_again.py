@@ -57,7 +57,7 @@ def test_all_islands_train_again_after_an_error_and_after_a_stop(
         assert "trained to the end" in output
 
 
-@pytest.mark.parametrize("first", ["finished", "refused"])
+@pytest.mark.parametrize("first", ["finished", "refused", "failed"])
 def test_nodes_train_again_with_another_callback(tmp_path: Path, free_port: int, first: str) -> None:
     for output in train_again("gossip_again.py", tmp_path, free_port, first, "first ended"):
         assert "trained to the end" in output
