@@ -98,7 +98,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args == ["tests/unit"]:
         more = 0
     else:
-        more = 2 if config.option.markexpr == "slow" else 3
+        more = {"not slow": 4, "slow": 2}.get(config.option.markexpr, 3)
     return 0 if chosen else min(num_cores() + more, MAX_WORKERS)
 
 

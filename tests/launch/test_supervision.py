@@ -248,7 +248,7 @@ def test_a_killed_island_leaves_no_orphan(tmp_path: Path, processes: Processes, 
 def test_an_island_whose_guard_is_killed_can_come_back(tmp_path: Path, processes: Processes) -> None:
     """Its rank trained on, unseen, and held the log: a start of the island was refused."""
     launched = launch(processes, tmp_path, LONG, LONG, goes_on=True)
-    wait_for_step(launched, tmp_path, 1, 1)
+    wait_for_step(launched, tmp_path, 0, 1)
     killed = pids(tmp_path, 1)
     os.kill(killed["guard"], signal.SIGKILL)
     deadline = time.monotonic() + AT_ONCE
