@@ -123,6 +123,8 @@ def _connect_after(
     If only this node's training failed, it returns to that run. If the training of node 0 failed too, node 0 ends the
     run when it begins another one, which this node then joins.
     """
+    tell_who_is_alone(config, "node")
+    check_own_address(config.bind_address)
     seal = before.seal if before and config.node != 0 else None
     if before is None or seal is None:
         return _connect(config, topology, ending)
@@ -137,8 +139,6 @@ def _connect_after(
 
 
 def _connect(config: GossipConfig, topology: Topology, ending: ExitStack) -> tuple[Neighbours, Members | None]:
-    tell_who_is_alone(config, "node")
-    check_own_address(config.bind_address)
     if config.num_nodes == 1:
         return MemoryGraph(topology).node(0), None
     notes = WaitNotes(config.node, "node")
