@@ -230,6 +230,13 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         )
         trainer.add_callback(files)  # a Trainer also calls callbacks added during an event
 
+    @staticmethod
+    def _show_round(trainer: Trainer, state: TrainerState) -> None:
+        """Reports a synchronisation before the first step to the launcher."""
+        for one in trainer.callback_handler.callbacks:
+            if isinstance(one, RunFilesCallback):
+                one.show_round(state)
+
     def _survives_losses(self) -> bool:
         """Returns whether the others go on when one of them is lost."""
         return False

@@ -243,6 +243,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         if session.speaks_for_all:
             warn_about_plan(session.config, state.max_steps)
         if session.is_due(is_last=state.global_step >= state.max_steps):  # the round before the checkpoint failed
+            if trainer is not None:
+                self._show_round(trainer, state)
             self._sync(state, control)
             if self._ends_early:
                 self._replaced.enter_context(replaced(args, "eval_on_start", False))

@@ -144,6 +144,10 @@ class RunFilesCallback(TrainerCallback):
         self._speed.restart()
         self._update(state, state="training", message="", max_steps=state.max_steps)  # a script may train again
 
+    def show_round(self, state: TrainerState) -> None:
+        """Reports a synchronisation before the first step."""
+        self._update(state, state="syncing", message="", max_steps=state.max_steps)
+
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

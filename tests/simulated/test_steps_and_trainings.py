@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
+from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import ended_runs, facts
 from hf_diloco.membership.facts import compare_facts, join_facts
+from hf_diloco.report.progress import read_progress
 from hf_diloco.rounds.elastic import ElasticSession
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.open import open_session
@@ -31,6 +33,7 @@ from hf_diloco.store.rendezvous import StoreHost
 from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
+from hf_diloco.utils.files import PROGRESS_FILE
 from tests.clocks import LONG, wait_until
 from tests.islands import Beside, interrupted_after, run_islands, try_islands
 from tests.programs.trainer_island import make_model
@@ -415,7 +418,10 @@ def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(
 
 
 @pytest.mark.parametrize("by", ["stop()", "an interrupt"])
-def test_who_ends_a_resumed_training_in_the_round_that_it_begins_with_leaves_the_run(tmp_path: Path, by: str) -> None:
+def test_who_ends_a_resumed_training_in_the_round_that_it_begins_with_leaves_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setenv(ENV_FOLDER, str(tmp_path))
     common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"file://{tmp_path}/store", "sync_every": 2}
     callback = DiLoCoCallback(island=0, sync_timeout=LONG, **common)
 
@@ -424,6 +430,7 @@ def test_who_ends_a_resumed_training_in_the_round_that_it_begins_with_leaves_the
         session = open_session(DiLoCoConfig(island=1, **common), IslandGroup())
         session.join(shards_of(2), tmp_path / "other")
         wait_until(lambda: len(events(tmp_path / "run", "start")) == 2, "the resumed training")
+        wait_until(lambda: read_progress(tmp_path / PROGRESS_FILE).state == "syncing", "its first round")
         if by == "stop()":
             callback.stop()
         else:
