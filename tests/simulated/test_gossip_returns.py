@@ -334,13 +334,41 @@ def test_a_node_that_all_have_given_up_ends(store: KeptStore, monkeypatch: pytes
         else:
             assert published.pull(LEAVER)[0] is None
             neighbours.offer(torch.zeros(SIZE), 0)
-            # The other waits for this node as well, and may be the first to close the connection.
-            assert neighbours.lost in (
-                {LEAVER: why} for why in ("it did not answer within 0.5 s", "its connection broke")
-            )
+            assert neighbours.lost == {LEAVER: "it did not answer within 0.5 s"}
             held.release()  # it goes on
         both.wait(LONG)
         neighbours.close()
 
     held.acquire()
+    run_islands(2, run)
+
+
+def test_nodes_whose_only_connection_breaks_connect_again(store: KeptStore) -> None:
+    """Neither has given up the other, whose report of the loss it reads in the store."""
+    topology = make_topology("ring", 2)
+    news: dict[int, list[str]] = {0: [], 1: []}
+    both = threading.Barrier(2)
+
+    def run(node: int) -> None:
+        neighbours = join(store, topology, node)
+        published = neighbours.published()
+        assert isinstance(published, MeshPublished)
+
+        def step(waits_for: str) -> bool:
+            neighbours.offer(torch.zeros(SIZE), 0)
+            published.publish(torch.zeros(SIZE, dtype=torch.uint8))
+            published.pull(1 - node)
+            news[node] += neighbours.take_events()
+            return any(waits_for in line for line in news[node])
+
+        both.wait(LONG)
+        for edge in (published._links[1 - node].asked, published._links[1 - node].answered):
+            edge.wake()
+        for event in ("its connection broke", "is connected again"):
+            wait_until(lambda event=event: step(event), f"{event!r} on node {node}")  # type: ignore[misc]
+        both.wait(LONG)
+        assert published.pull(1 - node)[0] is not None
+        both.wait(LONG)
+        neighbours.close()
+
     run_islands(2, run)

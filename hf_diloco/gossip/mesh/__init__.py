@@ -21,7 +21,7 @@ from hf_diloco.gossip.mesh.exchange import StragglerTimeout, Swapping
 from hf_diloco.gossip.mesh.joining import Joining
 from hf_diloco.gossip.mesh.published import ENDED, MeshPublished
 from hf_diloco.gossip.mesh.rejoin import Reception
-from hf_diloco.gossip.mesh.store import KEEPER, Board, lost_key
+from hf_diloco.gossip.mesh.store import BROKEN, KEEPER, Board, lost_key
 from hf_diloco.gossip.neighbours import Neighbours, Piece
 from hf_diloco.gossip.published import Published
 from hf_diloco.gossip.records import Record
@@ -210,7 +210,7 @@ class MeshNeighbours(Neighbours):
                 if not self.is_returning:
                     published.close()
                     raise
-                self._lose(peer, "its connection broke")
+                self._lose(peer, BROKEN)
         self._published = self._joining.published = published
         return published
 

@@ -22,7 +22,7 @@ import torch
 
 from hf_diloco.errors import DiLoCoError, IslandLostError
 from hf_diloco.gossip.mesh.edges import Edge
-from hf_diloco.gossip.mesh.store import KEEPER, Board
+from hf_diloco.gossip.mesh.store import BROKEN, KEEPER, Board
 from hf_diloco.gossip.neighbours import Piece
 from hf_diloco.gossip.records import Record
 from hf_diloco.transport.base import Traffic
@@ -100,7 +100,7 @@ class StragglerTimeout:
     @property
     def reason(self) -> str:
         """Why the neighbour that this node waited for was lost, in words."""
-        return f"it did not come within {self.seconds:g} s" if self._is_over else "its connection broke"
+        return f"it did not come within {self.seconds:g} s" if self._is_over else BROKEN
 
     def wait_for(self, edge: Edge, transfers: Transfers) -> Traffic:
         """Like `Edge.wait`, with this timeout."""

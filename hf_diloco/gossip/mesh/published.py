@@ -20,6 +20,7 @@ import torch
 
 from hf_diloco.errors import ConfigError, ExchangeError, IslandLostError, PayloadError
 from hf_diloco.gossip.mesh.edges import Edge, Endpoint
+from hf_diloco.gossip.mesh.store import BROKEN
 from hf_diloco.gossip.published import Published, VersionedBuffer
 from hf_diloco.transport.base import Traffic
 from hf_diloco.transport.transfers import Deadline, Transfers
@@ -205,7 +206,7 @@ class MeshPublished(Published):
             return f"it did not {what} within {self._timeout:g} s"
         if links.thread is not None and links.thread is not threading.current_thread():
             links.thread.join(_GOODBYE_SECONDS)  # the thread may receive the goodbye of a neighbour that has ended
-        return ENDED if links.has_ended else "its connection broke"
+        return ENDED if links.has_ended else BROKEN
 
 
 @dataclass(eq=False)

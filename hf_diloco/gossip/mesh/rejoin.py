@@ -37,7 +37,7 @@ from hf_diloco.gossip.mesh.edges import Edge, edge_life
 from hf_diloco.gossip.mesh.entry import Agreement, Proposer, Responder
 from hf_diloco.gossip.mesh.exchange import StragglerTimeout
 from hf_diloco.gossip.mesh.joining import LOOK_SECONDS, Announcement, Joining
-from hf_diloco.gossip.mesh.store import company_key, entry_prefix, greeting_key, lost_key
+from hf_diloco.gossip.mesh.store import BROKEN, company_key, entry_prefix, greeting_key, lost_key
 from hf_diloco.transport.transfers import Transfers
 
 MAX_REST_SECONDS = 600.0
@@ -66,7 +66,8 @@ class Reception:
 
     Attributes:
         has_begun: whether this node takes steps.
-        is_given_up: whether other nodes have reported this node as lost; updated while it looks for lost neighbours.
+        is_given_up: whether a neighbour has reported that this node took too long; updated while it looks for lost
+            neighbours.
     """
 
     def __init__(self, joining: Joining, num_nodes: int, straggler_timeout: StragglerTimeout) -> None:
@@ -154,7 +155,9 @@ class Reception:
                     return
                 lost = sorted(self._lost)
             try:
-                self.is_given_up = self._board.has(lost_key(self._node))
+                with suppress(PayloadError):
+                    said = self._board.read(lost_key(self._node), self._node)
+                    self.is_given_up = said is not None and said.get("reason") != BROKEN
                 self._discovery.announce(lost)
                 heard = self._discovery.listen(self._starts)
                 for peer in lost:

@@ -17,6 +17,9 @@ logger = logging.getLogger("hf_diloco")
 KEEPER = 0
 """The node whose process hosts the store."""
 
+BROKEN = "its connection broke"
+"""Why a node is lost that most likely still runs: the two connect again."""
+
 
 def lost_key(node: int) -> str:
     """The key under which other nodes report that they have lost `node`."""
