@@ -43,14 +43,13 @@ class Island:
         self.log_path = plan.folder / LOG_FILE
         self.outcome: Outcome | None = None
         self._asked_to_stop_at: float | None = None
-        self._was_told = False  # by the launcher, to stop or to end
         self._runs_script = ENV_FOLDER in plan.environment
         self._folder = plan.folder
         self._is_useful = UsefulLines()
         self._tail: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._progress: tuple[tuple[int, ...], Progress] = ((), Progress())
 
-        with open_log(plan.folder, self.name, redact_text(plan.shell_line())) as log:
+        with open_log(plan.folder, f"{plan.unit} {plan.number}", redact_text(plan.shell_line())) as log:
             _prepare_folder(plan)
             self._follower = LogFollower(self.log_path)
             changed = {**os.environ, **plan.environment}
@@ -95,7 +94,7 @@ class Island:
             return Outcome(STOPPED, outcome.error.removeprefix("error: "))
         if has_stopped_early and (outcome.code == FINISHED or _NEXT_TRAINING_ENDED.search(outcome.error)):
             return Outcome(STOPPED)  # after a stop, a script usually exits with 0, too
-        if outcome.has_stopped and self._runs_script and not (has_stopped_early or self._was_told):
+        if outcome.has_stopped and self._runs_script and not (has_stopped_early or self._asked_to_stop_at):
             return replace(outcome, is_own_code=True, error=root_error(list(self._tail)))
         return outcome
 
@@ -119,7 +118,6 @@ class Island:
     def ask_to_stop(self) -> bool:
         """Asks the island to finish the step, write a checkpoint and exit; False if its folder is not writable."""
         stop = self._folder / STOP_FILE
-        self._was_told = True
         try:
             stop.touch()
             self._asked_to_stop_at = stop.stat().st_mtime  # the file system's clock, as for the checkpoint
@@ -129,7 +127,6 @@ class Island:
 
     def terminate(self) -> None:
         """Ends the island's processes: SIGTERM, and SIGKILL a few seconds later. Does not wait."""
-        self._was_told = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 

@@ -22,7 +22,7 @@ from hf_diloco.cli.plan import IslandPlan
 from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import WAS_STOPPED, ConfigError
 from hf_diloco.trainer.progress import Progress
-from tests.clocks import AT_ONCE
+from tests.clocks import AT_ONCE, wait_until
 from tests.launch.stand_in import PROGRAM
 from tests.processes import Process, Processes
 from tests.records import wait_for_step
@@ -317,6 +317,25 @@ def test_how_a_script_ends_that_nobody_has_stopped(tmp_path: Path, says: str, ha
     assert island.outcome is not None
     assert island.outcome.has_stopped == has_stopped
     assert (island.outcome.error == "bad data") == ("bad data" in says)
+
+
+def test_a_script_that_is_ended_has_not_stopped_with_a_checkpoint(tmp_path: Path) -> None:
+    """Even if it then ends with 3, for reasons of its own."""
+    says = "trap 'exit 3' TERM; echo ready; sleep 60 & wait"
+    island = Island(IslandPlan(0, tmp_path, ("sh", "-c", says), {ENV_FOLDER: str(tmp_path)}, {}))
+    wait_until(lambda: "ready" in island.new_lines(), "the script begins")
+    island.terminate()
+    island.kill(after=60)
+    island.new_lines()
+    assert island.outcome is not None
+    assert not island.outcome.has_stopped
+
+
+def test_progress_of_an_earlier_start_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    Progress(tmp_path, 5).update(state="stopped")
+    island = Island(IslandPlan(0, tmp_path, ("sleep", "60"), {}, {}))
+    assert not island.progress.training_has_begun
+    island.kill()
 
 
 def test_progress_that_is_replaced_within_a_tick_of_the_file_systems_clock(tmp_path: Path) -> None:
