@@ -39,6 +39,7 @@ from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, 
 from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.trainer.resuming import refuse_fewer_steps
 from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
 
@@ -153,7 +154,9 @@ class Beginning:
         Raises:
             FingerprintError: the nodes train different things, or from different steps.
             RendezvousError: two nodes write to one folder.
+            ConfigError: training is to end before the step that it resumes from.
         """
+        refuse_fewer_steps(state)
         place = {"node": self.config.node, "host": socket.gethostname(), "folder": os.path.realpath(folder)}
         common = make_fingerprint(self.config, self.topology, model)
         facts = {MAX_STEPS: state.max_steps, **common, **arguments}

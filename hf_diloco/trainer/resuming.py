@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerState, TrainingArguments, trainer as trainer_module
 
 from hf_diloco.config.diloco import DiLoCoConfig
-from hf_diloco.errors import CheckpointError
+from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.inner.base import Shards
 from hf_diloco.inner.checkpoints import load_engine, saved_kind
 from hf_diloco.outer.checkpoint import read_index
@@ -62,6 +62,15 @@ def data_facts(args: TrainingArguments, config: DiLoCoConfig) -> dict[str, int]:
     return {"examples_per_step": examples_per_step(args), "seed": seed, "num_shares": config.num_shares}
 
 
+def refuse_fewer_steps(state: TrainerState) -> None:
+    """Raises `ConfigError` if training resumes beyond its end: it would end with weights that are not of that step."""
+    if state.global_step > state.max_steps:
+        raise ConfigError(
+            f"max_steps is {state.max_steps}, and the checkpoint to resume from is of step {state.global_step}: set "
+            f"max_steps to {state.global_step} or more, resume from an earlier checkpoint, or begin a new run"
+        )
+
+
 def check_resumption(
     checkpoint: Path, shards: Shards, args: TrainingArguments, config: DiLoCoConfig, state: TrainerState
 ) -> None:
@@ -74,6 +83,7 @@ def check_resumption(
     Raises:
         CheckpointError: the Trainer cannot load the optimizer's state, and would silently reset it; or it has resumed
             from another checkpoint, or from none.
+        ConfigError: training is to end before the checkpoint's step.
     """
     if not checkpoint.is_dir():
         raise CheckpointError(
@@ -97,6 +107,7 @@ def check_resumption(
             f"{state.global_step}: call trainer.train(resume_from_checkpoint={str(checkpoint)!r}), or leave "
             "resume_from_checkpoint of DiLoCoCallback out"
         )
+    refuse_fewer_steps(state)
     for name, value in data_facts(args, config).items() if state.is_world_process_zero else ():
         before = index.data.get(name, value)
         if before != value and not (name == "seed" and args.ignore_data_skip):  # the data order is then not resumed

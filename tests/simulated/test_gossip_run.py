@@ -190,6 +190,12 @@ def test_a_resume_keeps_all_bytes_until_its_checkpoint(tmp_path: Path) -> None:
     assert of_the_mean["step"] == 8
 
 
+def test_a_run_does_not_end_before_the_checkpoint_that_it_resumes_from(tmp_path: Path) -> None:
+    assert simulate(run_of(tmp_path)) == 0
+    with pytest.raises(ConfigError, match=r"max_steps is 4, and the checkpoint to resume from is of step 8"):
+        simulate(run_of(tmp_path, "training.max_steps=4"))
+
+
 def test_the_report_is_of_nodes(finished: VisionRun) -> None:
     report = summarise(load_run(finished.folder))
     assert (report.method, report.topology, report.num_islands, report.steps) == ("decentlam", "ring", 3, 8)

@@ -242,6 +242,14 @@ def test_a_stream_goes_on_with_longer_sequences_and_another_seed(run_file: Path)
     assert [step for step, _ in losses(island_folder(run_file))] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_a_run_does_not_end_before_the_checkpoint_that_it_resumes_from(run_file: Path, enabled: str) -> None:
+    """Its model would be of no round, or of a step that nobody asked for."""
+    assert start(run_file, f"diloco.enabled={enabled}") == 0
+    with pytest.raises(ConfigError, match=r"max_steps is 3, and the checkpoint .* is of step 6: set max_steps to 6"):
+        start(run_file, f"diloco.enabled={enabled}", "training.max_steps=3")
+
+
 def test_resume_from_what_is_no_checkpoint(run_file: Path) -> None:
     with pytest.raises(ConfigError, match="is no checkpoint of a Trainer"):
         start(run_file, f"launch.resume={run_file.parent}")

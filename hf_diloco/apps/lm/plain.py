@@ -25,6 +25,7 @@ from hf_diloco.trainer.arguments import examples_per_step, folder_of
 from hf_diloco.trainer.base import RunCallback
 from hf_diloco.trainer.frames import find_trainer
 from hf_diloco.trainer.record import Record
+from hf_diloco.trainer.resuming import refuse_fewer_steps
 from hf_diloco.utils.files import read_json, telling, write_whole
 
 _FILES = "files.json"
@@ -68,6 +69,7 @@ class PlainCallback(RunCallback[Record]):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        refuse_fewer_steps(state)
         self._began = time.monotonic()
         self._begin(args, self._ranks, find_trainer(), _FILES, _find_whole)
         examples = examples_per_step(args)
