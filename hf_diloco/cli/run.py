@@ -28,6 +28,8 @@ from hf_diloco.report import load_run, print_report, summarise
 from hf_diloco.utils.tables import output
 from hf_diloco.utils.text import counted
 
+_ANEW = "starts from the beginning"
+
 
 def run_launch(options: LaunchOptions, *, grace: float, dry_run: bool) -> int:
     """Runs `hf-diloco launch` and returns its exit code, see `hf_diloco.cli.launch`.
@@ -96,7 +98,8 @@ def run_simulation(options: LaunchOptions, num_islands: int, *, dry_run: bool = 
 
         code = simulate_islands(run, is_command=True)
     if code:
-        out.print(f"stopped; the same command goes on from the checkpoints in {run.folder}")
+        how = f"goes on from the checkpoints in {run.folder}" if _has_checkpoints(run) else _ANEW
+        out.print(f"stopped; the same command {how}", soft_wrap=True)
     else:
         _print_report(run, out)
     return code
@@ -114,10 +117,10 @@ def print_ending(result: Result, run: BaseRun, options: LaunchOptions, out: Cons
     print_failures(result, err)
     if result.failed and not any(island.progress.step for island in result.islands):
         return  # before training: the same command would fail again
-    if any(run.folder.glob("island-*/checkpoint-*")):
+    if _has_checkpoints(run):
         _say(out, "to continue from the last checkpoint: ", (options.resume_command(run), "bold"))
     elif not result.failed:
-        _say(out, "there is no checkpoint yet: the same command starts from the beginning")
+        _say(out, f"there is no checkpoint yet: the same command {_ANEW}")
 
 
 def print_failures(result: Result, err: Console) -> None:
@@ -137,6 +140,10 @@ def print_failures(result: Result, err: Console) -> None:
         if outcome.ending == "SIGKILL":
             _say(err, "       where nobody has killed it, the system did, mostly for want of memory: see `dmesg`")
         _say(err, f"       log: {island.log_path}")
+
+
+def _has_checkpoints(run: BaseRun) -> bool:
+    return any(run.folder.glob("island-*/checkpoint-*"))
 
 
 def _print_report(run: BaseRun, out: Console) -> None:

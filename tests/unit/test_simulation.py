@@ -15,7 +15,7 @@ from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.common.island_log import open_log
 from hf_diloco.apps.common.simulation import train_together
 from hf_diloco.apps.lm.runfile import load_run_file
-from hf_diloco.errors import ConfigError, DiLoCoError
+from hf_diloco.errors import WAS_STOPPED, ConfigError, DiLoCoError, IslandLostError, StopRequested
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 from tests.clocks import AT_ONCE, LONG
@@ -53,6 +53,25 @@ def test_an_interruption_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = signal.getsignal(signal.SIGINT)
     assert train_together(runs, Turns(), train) == STOPPED
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("failure", [None, ValueError("rubbish")])
+def test_who_is_asked_to_stop_before_it_trains_has_not_failed(tmp_path: Path, failure: Exception | None) -> None:
+    path = ROOT / "configs" / "quickstart.yaml"
+    settings = [f"output={tmp_path}", "diloco.num_islands=3"]
+    runs = [load_run_file(path, [*settings, f"diloco.island={island}"]) for island in range(3)]
+    errors = [StopRequested(), IslandLostError(f"island 0 left the run: {WAS_STOPPED}"), failure]
+
+    def train(number: int) -> int:
+        if error := errors[number]:
+            raise error
+        return STOPPED
+
+    if failure is None:
+        assert train_together(runs, Turns(), train) == STOPPED
+    else:
+        with pytest.raises(ValueError, match="rubbish"):
+            train_together(runs, Turns(), train)
 
 
 def test_a_run_folder_serves_one_simulation_or_launch_at_a_time(tmp_path: Path) -> None:

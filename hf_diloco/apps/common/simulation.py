@@ -14,6 +14,7 @@ from hf_diloco.apps.common.base import BaseRun
 from hf_diloco.apps.common.environment import STOPPED
 from hf_diloco.apps.common.island_log import open_log
 from hf_diloco.apps.common.process import check_folder
+from hf_diloco.errors import WAS_STOPPED, StopRequested
 from hf_diloco.gossip.threads import Turns
 from hf_diloco.utils.files import STOP_FILE
 
@@ -43,7 +44,7 @@ def train_together(
 
     Raises:
         ConfigError: the run folder cannot be written to, or holds an earlier run.
-        DiLoCoError: the run is running already; or the first error of a participant.
+        DiLoCoError: the run is running already; or the first failure of a participant.
     """
     codes, errors = list[int](), list[BaseException]()
     all_ended = threading.Event()
@@ -83,9 +84,14 @@ def train_together(
                     thread.join(_ASK_SECONDS)  # Python handles signals only when the main thread wakes
         finally:
             all_ended.set()
-    if errors:
-        raise errors[0]
-    return STOPPED if STOPPED in codes else 0
+    if failures := [error for error in errors if not _is_of_a_stop(error)]:
+        raise failures[0]
+    return STOPPED if errors or STOPPED in codes else 0
+
+
+def _is_of_a_stop(error: BaseException) -> bool:
+    """Whether a participant was asked to stop before it could train, or met another one that was."""
+    return isinstance(error, StopRequested) or WAS_STOPPED in str(error)
 
 
 @contextmanager
