@@ -9,6 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from hf_diloco.config.base import ENV_NUM_ISLANDS
+
 C = TypeVar("C", bound=Callable[..., Any])
 
 _RUN_FILE = typer.Argument(
@@ -21,6 +23,27 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="overrides of the run file, as in training.max_steps=20"),
 ]
 RunName = Annotated[str | None, typer.Option(help="Name of the run; its folder is OUTPUT/NAME.")]
+RunsFolder = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="Folder of run folders. Default: the run file's, else runs.")
+]
+NumIslands = Annotated[
+    int | None,
+    typer.Option(
+        "--islands",
+        "--num-islands",
+        "--num-nodes",
+        min=1,
+        help=f"Number of islands, or nodes, in the run. Default: {ENV_NUM_ISLANDS}, else the run file's, or 1.",
+    ),
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|never|PATH",
+        help="auto, the default: from the newest round that all islands hold a checkpoint of. never: a new run. "
+        "Or a folder.",
+    ),
+]
 STORES = "s3://BUCKET/PREFIX, gs://…, az://…, file:///DIR or http://HOST:PORT/NAME"
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

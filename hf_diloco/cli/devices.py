@@ -147,12 +147,15 @@ def bind_error(host: str, port: int, reuse: bool = True) -> OSError | None:
 
 
 def check_port_is_free(rendezvous: str) -> None:
-    """Raises `ConfigError` if another program on this machine listens on the port of a rendezvous.
+    """Raises `ConfigError` if another program on this machine listens on the port of a rendezvous, or its host is
+    unknown here.
 
     Ignores an address that is not this machine's: island 0 reports it.
     """
     host, port = split_tcp_url(rendezvous)
     error = bind_error(host, port)
+    if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME:
+        raise ConfigError(f"rendezvous {rendezvous}: host {host!r} has no address ({error.strerror}): correct it")
     if error is not None and error.errno == errno.EADDRINUSE:
         raise ConfigError(
             f"rendezvous {rendezvous}: port {port} is in use by another program, perhaps by another run: choose "

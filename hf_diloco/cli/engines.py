@@ -119,8 +119,8 @@ def plan_deployment(
     """
     if kind_of(options.run_file).unit != "island":
         raise ConfigError(
-            f"{engine}: nodes that average with their neighbours meet at node 0's address, which nobody knows "
-            "before the engine has placed it; start each with `hf-diloco launch RUN.yaml --node NUMBER`"
+            f"{engine}: nodes that average with their neighbours need node 0's address in advance, and the engine "
+            "chooses its machine; start each with `hf-diloco launch RUN.yaml --node NUMBER`"
         )
     run = load_options(options, trains_here=False)
     check_names(run.training)

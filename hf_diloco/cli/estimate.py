@@ -139,7 +139,8 @@ def _refuse_foreign(ctx: typer.Context, run_file: Path) -> None:
     sources = {f"--{name.replace('_', '-')}": ctx.get_parameter_source(name) for name in names}
     if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
         raise ConfigError(
-            f"{', '.join(given)}: {run_file} says this; change it there, or by KEY=VALUE, as diloco.sync_every=100"
+            f"{', '.join(given)}: {run_file} has this setting: change it there, or by KEY=VALUE, as in "
+            "diloco.sync_every=100"
         )
 
 

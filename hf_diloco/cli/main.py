@@ -17,10 +17,13 @@ from hf_diloco.cli import doctor, meeting
 from hf_diloco.cli.arguments import (
     STORES,
     AsJson,
+    NumIslands,
     OptionalRunFile,
     Overrides,
+    Resume,
     RunFileArgument,
     RunName,
+    RunsFolder,
     examples,
     group,
 )
@@ -29,7 +32,7 @@ from hf_diloco.cli.configs import configs_app
 from hf_diloco.cli.estimate import estimate
 from hf_diloco.cli.init import init
 from hf_diloco.cli.topology import topology
-from hf_diloco.config.base import ENV_ISLAND, ENV_NUM_ISLANDS, ENV_RENDEZVOUS
+from hf_diloco.config.base import ENV_ISLAND, ENV_RENDEZVOUS
 from hf_diloco.errors import ConfigError, DiLoCoError
 
 app = group("Train one model on several islands of accelerators with little traffic between them (DiLoCo).")
@@ -93,28 +96,10 @@ def launch(
             f"Default: {ENV_RENDEZVOUS}, else the run file's.",
         ),
     ] = None,
-    num_islands: Annotated[
-        int | None,
-        typer.Option(
-            "--islands",
-            "--num-islands",
-            "--num-nodes",
-            min=1,
-            help=f"Number of islands, or nodes, in the run. Default: {ENV_NUM_ISLANDS}, else the run file's, or 1.",
-        ),
-    ] = None,
+    num_islands: NumIslands = None,
     name: RunName = None,
-    output: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Folder of run folders. Default: the run file's, else runs.")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|never|PATH",
-            help="auto, the default: from the newest round that all islands hold a checkpoint of. never: a new run. "
-            "Or a folder.",
-        ),
-    ] = None,
+    output: RunsFolder = None,
+    resume: Resume = None,
     grace: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long islands that are asked to stop may take.")
     ] = 120,
@@ -128,7 +113,7 @@ def launch(
 ) -> None:
     """Start the islands of a run: all of them on this machine, or one on its cluster.
 
-    Ctrl-C asks every island to finish its step and write a checkpoint; a second one ends them at once.
+    Ctrl-C asks every island to finish its step and write a checkpoint; a second one ends them without.
     The same command continues the run. Behind `--`, a command of your own takes the place of a run file.
 
     [bold]Exit codes[/bold]
@@ -170,6 +155,10 @@ def validate(
         typer.Option("--island", "--node", min=0, help="The one that starts here. Default: all, on this machine."),
     ] = None,
     rendezvous: Annotated[str | None, typer.Option(metavar="URL", help="Where the islands meet.")] = None,
+    num_islands: NumIslands = None,
+    name: RunName = None,
+    output: RunsFolder = None,
+    resume: Resume = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a run without starting it: settings, model, data, memory, disk and store; and say what was not tried.
@@ -181,7 +170,7 @@ def validate(
     from hf_diloco.cli.plan import LaunchOptions
     from hf_diloco.cli.validate import run_validate
 
-    asked = LaunchOptions(run_file, tuple(overrides or ()), island, None, rendezvous)
+    asked = LaunchOptions(run_file, tuple(overrides or ()), island, num_islands, rendezvous, name, output, resume)
     raise typer.Exit(run_validate(asked, as_json))
 
 

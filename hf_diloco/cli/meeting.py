@@ -249,7 +249,11 @@ def open_listener(address: str, readers: str, allow_public_address: bool | None 
     try:
         host, port = split_tcp_url(f"tcp://{address}")
         family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (ValueError, socket.gaierror):
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"address {address!r}: host {host!r} has no address ({error.strerror}): correct it"
+        ) from None
+    except ValueError:
         raise ConfigError(
             f"address {address!r}: expected HOST:PORT, one address of this machine for {readers}, as in "
             "10.0.0.1:29400; 0.0.0.0 and :: stand for all of them, and are refused"

@@ -20,7 +20,7 @@ from hf_diloco.errors import ConfigError
 from hf_diloco.store.credentials import find_credentials
 from hf_diloco.store.rendezvous import check_own_address
 from hf_diloco.utils.text import counted
-from hf_diloco.utils.urls import is_object_store
+from hf_diloco.utils.urls import check_is_folder, is_object_store
 
 if TYPE_CHECKING:
     from hf_diloco.apps.lm.runfile import DiLoCoBlock
@@ -262,7 +262,9 @@ def place_to_meet(meeting: DiLoCoBlock | GossipBlock, unit: str, island: int | N
         if meeting.enabled:
             meeting.model_copy(update={"rendezvous": given}).resolve()  # raises if a setting needs another rendezvous
         return given
-    if given is not None and not is_object_store(given) and island in (None, 0):
+    if given is not None and given.startswith("file:"):
+        check_is_folder(given)
+    elif given is not None and not is_object_store(given) and island in (None, 0):
         devices.check_port_is_free(given)
     return given
 

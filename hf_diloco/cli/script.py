@@ -117,7 +117,9 @@ def _with_program(command: Sequence[str]) -> tuple[str, ...]:
     Raises `ConfigError` if the program or the script does not exist.
     """
     if not command:
-        raise ConfigError("nothing stands behind `--`: hf-diloco launch --islands 2 -- python my_script.py")
+        raise ConfigError(
+            "a command is missing after `--`, as in: hf-diloco launch --islands 2 -- python my_script.py"
+        )
     places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     program = shutil.which(command[0], path=places)
     if program is None:

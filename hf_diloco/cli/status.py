@@ -87,8 +87,8 @@ def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
     if not is_object_store(url):
         where = f"{'tcp://HOST:PORT, ' if may_be_tcp else ''}{VALID_URLS}"
         raise ConfigError(
-            f"rendezvous {url!r}: {command} needs the place where the run's islands leave records ({where}); what "
-            "other runs do is in the launcher's output and in `hf-diloco report RUN`"
+            f"rendezvous {url!r}: {command} needs the place where the run's islands leave records ({where})"
+            + ("; other runs have `hf-diloco report RUN`" if may_be_tcp else "")
         )
     check_between_processes(url)
     check_store_url(url)

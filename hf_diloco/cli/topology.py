@@ -111,7 +111,7 @@ def topology(
     from hf_diloco.methods.topology.drawing import check_picture, draw
     from hf_diloco.utils.tables import output, print_figures
 
-    if not math.isfinite(num_parameters):
+    if not num_parameters <= 1e15:
         raise ConfigError(f"--parameters {num_parameters}: give the number of values in the model, as 7e9")
     if picture is not None:
         check_picture(picture)

@@ -232,11 +232,11 @@ def find_warnings(
 def _not_outer(record: IslandRun, island: IslandReport) -> Iterator[str]:
     if island.on_boundary is False:
         steps, every = island.steps_since_sync or 0, record.start.sync_every if record.start else None
-        past = f", {counted(steps, 'step')} past its last synchronisation" if steps else ""
+        past = f"{counted(steps, 'step')} after" if steps else "without"
         was_missed = every is not None and steps >= every
         remedy = "rounds were missed: start it again" if was_missed else "let max_steps be a multiple of sync_every"
         yield (
-            f"{island.noun} {island.island} ended off a synchronisation boundary{past}: its final weights are its "
+            f"{island.noun} {island.island} ended {past} its last synchronisation: its final weights are its "
             "own, not the outer model's" + ("" if _stopped_early(island) else f"; {remedy}")
         )
     if island.inner_eval_loss is not None and island.has_outer_loop:

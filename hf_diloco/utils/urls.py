@@ -15,6 +15,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from hf_diloco.errors import ConfigError
@@ -110,6 +111,13 @@ def check_store_url(url: str) -> str:
     if _CLOUD_URL.fullmatch(url) or _MEMORY_URL.fullmatch(url) or split_server_url(url):
         return url.rstrip("/")
     raise ConfigError(f"rendezvous {url!r} is no object store: expected {VALID_URLS}")
+
+
+def check_is_folder(url: str) -> None:
+    """Raises `ConfigError` if a file has the place of a store's folder, which need not exist yet."""
+    path = Path(unquote(url.removeprefix("file://")))
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"rendezvous {url!r}: {path} is a file: name a folder")
 
 
 def split_server_url(url: str) -> tuple[str, str, int, str] | None:

@@ -83,6 +83,7 @@ def test_ctrl_c_ends_the_server(tmp_path: Path, own_address: str) -> None:
         (["10.0.0.1", "--folder", "x"], "address '10.0.0.1': expected HOST:PORT"),
         (["127.0.0.1:0", "--folder", "x"], "expected HOST:PORT"),
         (["0.0.0.0:29400", "--folder", "x"], "expected HOST:PORT"),
+        (["no-host.invalid:29400", "--folder", "x"], "host 'no-host.invalid' has no address"),
         (["8.8.8.8:29400", "--folder", "x"], "is a public address"),
         (["192.0.2.1:29400", "--folder", "x"], "is no address of this machine"),
         (["[fe80::1]:29400", "--folder", "x"], "cannot listen at [fe80::1]:29400: "),

@@ -251,6 +251,16 @@ def test_a_port_in_use_is_refused(folder: Path, host: str, family: socket.Addres
 
 
 @pytest.mark.parametrize(
+    ("rendezvous", "why"),
+    [("tcp://no-host.invalid:29400", "has no address"), ("file://{file}", "is a file: name a folder")],
+)
+def test_a_place_where_nobody_can_meet_is_refused(folder: Path, rendezvous: str, why: str) -> None:
+    file = run_file(folder)
+    with pytest.raises(ConfigError, match=why):
+        planned(LaunchOptions(file, rendezvous=rendezvous.format(file=file)))
+
+
+@pytest.mark.parametrize(
     ("launch", "environment", "threads"),
     [
         ({"threads": 3}, "7", "3"),

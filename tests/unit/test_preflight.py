@@ -52,8 +52,8 @@ WRONG = {
     "fsdp={}": "deepspeed and fsdp both say how an island shards its model: set one of them to null",
     "training.fsdp_config={version: 1}": "fsdp_config={'version': 1} cannot be used: FSDP1",
     "training.load_best_model_at_end=true": "load_best_model_at_end=True cannot be used",
-    "training.report_to=[mlflow]": "training.report_to: 'mlflow' is not to be had here",
-    "training.report_to=[tensorbord]": "'tensorbord' is not to be had here .did you mean tensorboard",
+    "training.report_to=[mlflow]": "training.report_to: 'mlflow' is not installed here",
+    "training.report_to=[tensorbord]": "'tensorbord' is not installed here .did you mean tensorboard",
     "deepspeed={zero_optimization: {stage: 7}}": "deepspeed: zero_optimization.stage: .*, got 7",
     "deepspeed={zero_optimization: {stge: 2}}": "deepspeed: zero_optimization.stge: extra inputs are not permitted",
     "deepspeed={zero_optimization: {}, optimizer: {type: AdamW, params: {lr: auto, torch_adam: true}}}": (

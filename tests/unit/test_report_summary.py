@@ -251,13 +251,13 @@ def test_weights_off_the_boundary_are_reported(tmp_path: Path) -> None:
     report = report_of(tmp_path, records, [*records[:-1], end(5)])
     assert report.final_weights == "inner"
     (warning,) = report.warnings
-    assert "island 0 ended off a synchronisation boundary, 1 step past" in warning
+    assert "island 0 ended 1 step after its last synchronisation" in warning
     assert "let max_steps be a multiple of sync_every" in warning
 
 
 def test_rounds_that_were_missed_at_the_end_are_reported(tmp_path: Path) -> None:
     report = report_of(tmp_path, [start(num_islands=1, max_steps=6), sync(1, 2), end(6, on_boundary=False, since=4)])
-    assert any("4 steps past its last synchronisation" in w and "rounds were missed" in w for w in report.warnings)
+    assert any("4 steps after its last synchronisation" in w and "rounds were missed" in w for w in report.warnings)
     assert not any("multiple of sync_every" in w for w in report.warnings)
 
 

@@ -105,7 +105,7 @@ def test_arguments_of_an_island(tmp_path: Path) -> None:
 
 def test_an_island_refuses_a_tracker_that_is_not_installed(tmp_path: Path) -> None:
     overrides = [f"output={tmp_path}", "deepspeed=null", "training.report_to=[mlflow]"]
-    with pytest.raises(ConfigError, match=r"training\.report_to: 'mlflow' is not to be had here: install its package"):
+    with pytest.raises(ConfigError, match=r"training\.report_to: 'mlflow' is not installed here: install its package"):
         check_training(load_run_file(ROOT / "configs" / "quickstart.yaml", overrides).training)
 
 

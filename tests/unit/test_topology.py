@@ -570,6 +570,7 @@ def test_the_command_takes_an_own_graph_that_is_drawn(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["rnig"], "did you mean ring"),
+        (["ring", "--draw", "missing/graph.png"], "there is no folder missing: create it, or give another file"),
         (["hypercube", "--num-nodes", "9"], "power of two"),
         (["ring", "--parameters", "inf"], "--parameters inf: give the number of values"),
         (["nothing.json"], "nothing.json: No such file"),

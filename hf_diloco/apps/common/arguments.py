@@ -280,7 +280,7 @@ def _problems_of_trackers(report_to: Any) -> Iterator[str]:
             known = sorted(INTEGRATION_TO_CALLBACK)
             hint = f"{nearest(name, known)}: known: {', '.join(known)}"
             hint = ": install its package, or leave it out" if name in known else hint
-            yield f"training.report_to: {name!r} is not to be had here{hint}"
+            yield f"training.report_to: {name!r} is not installed here{hint}"
 
 
 def _is_json_object(text: str) -> bool:

@@ -127,8 +127,8 @@ def check_model(preset: str | None, path: str | None, config: dict[str, Any] | N
     given = [name for name, value in zip(MODELS, (preset, path, config), strict=True) if value is not None]
     if len(given) != 1:
         raise ValueError(
-            f"exactly one of preset, path and config makes the model; got {' and '.join(given) or 'none'} "
-            "(set the others to null)"
+            f"exactly one of preset, path and config makes the model; got {' and '.join(given) or 'none'}"
+            + (" (set the others to null)" if given else "")
         )
     if config is not None and not isinstance(config.get("model_type"), str):
         raise ValueError(f"config needs a model_type, as in model_type: {example}; got {config!r}")
@@ -151,7 +151,10 @@ def problem_of_name(name: str) -> str:
     """Returns why a run cannot have this name; "" if it can."""
     if re.fullmatch(_NAME, name):
         return ""
-    return f"{name!r} cannot be a run's, whose folder has it: take letters, digits, and . _ + = - behind the first"
+    return (
+        f"{name!r} cannot be a run's name, as its folder is called so: use letters, digits and _, after the first "
+        "also . + = -"
+    )
 
 
 class BaseRun(Block):

@@ -57,9 +57,7 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
     origins: dict[KeyPath, str] = {key: f"{path}, line {line}: " for key, line in lines.items()}
     if path.name == "run.json":
         values.pop("versions", None)  # recorded by the run, but not a setting
-    if not isinstance(meeting := values.get(kind.meeting_name), dict | None):  # the environment adds to it below
-        place = origins[kind.meeting_name,]
-        raise ConfigError(f"{place}{kind.meeting_name}: expected a block of `key: value` lines, got {meeting!r}")
+    _check_meeting(kind, values, origins)  # the environment adds to it below
     resolve_paths(values, kind.files, (path.parent, Path()), origins)
     for key, variable in VARIABLES.items():
         if os.environ.get(variable):
@@ -74,6 +72,7 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
             origins.pop(key_path, None)
             continue
         origins[key_path] = _COMMAND_LINE
+        _check_meeting(kind, values, origins)
         _drop_alternatives(kind, values, key_path, origins)
     values.setdefault("name", path.stem)
     resolve_paths(values, kind.files, (Path(), path.parent), origins)
@@ -81,6 +80,12 @@ def read_run_file(kind: type[R], path: str | Path, overrides: Sequence[str] = ()
         return kind.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_describe(kind, error, origins, str(path))) from None
+
+
+def _check_meeting(kind: type[BaseRun], values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> None:
+    if not isinstance(meeting := values.get(kind.meeting_name), dict | None):
+        place = origins[kind.meeting_name,]
+        raise ConfigError(f"{place}{kind.meeting_name}: expected a block of `key: value` lines, got {meeting!r}")
 
 
 def _drop_alternatives(

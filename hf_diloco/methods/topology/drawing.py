@@ -24,9 +24,11 @@ _NODE, _LINK = "#1f77b4", "#555555"
 
 
 def check_picture(path: Path) -> None:
-    """Raises `ConfigError` unless the file's format is supported, and Matplotlib is installed."""
+    """Raises `ConfigError` unless the file's format is supported, its folder exists, and Matplotlib is installed."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: pictures are files that end in {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}: create it, or give another file")
     need("a picture", "matplotlib")
 
 
