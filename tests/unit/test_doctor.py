@@ -560,7 +560,7 @@ def test_validate_is_an_honest_dry_run(tmp_path: Path) -> None:
     assert "the training itself" in completed.output
     assert not list(tmp_path.glob("*/island-*")), "nothing was started"
     assert "sync_every" in hf_diloco("validate", path, "diloco.sync_evry=2", expect=2).output
-    options = ["--islands", "3", "--name", "a", "--output", tmp_path / "file", "--resume", "nowhere"]
+    options = ["--islands", "3", "--name", "a", "--output", f"{tmp_path}/file", "--resume", "nowhere"]
     (tmp_path / "file").touch()
     refused = hf_diloco("validate", path, *options, "--rendezvous", f"file://{tmp_path}/file", expect=2).output
     assert f"{tmp_path}/file is a file: name a folder" in refused, "the options of launch"
