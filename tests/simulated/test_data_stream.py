@@ -196,3 +196,6 @@ def test_a_resumed_trainer_sees_the_same_losses(files: list[str], tmp_path: Path
     assert len(uninterrupted) == 8
     assert train(tmp_path / "checkpoint-5", seek=True) == uninterrupted
     assert train(tmp_path / "checkpoint-5", seek=False) == uninterrupted
+    position = read_position(tmp_path / "checkpoint-8")
+    assert position is not None
+    assert position.num_blocks == 8 * 4 * accumulation, "what the Trainer skipped is not counted"

@@ -160,7 +160,8 @@ def read_ahead(items: Iterator[T], size: int) -> Iterator[T]:
 class DataPositionCallback(TrainerCallback):
     """Writes `checkpoint-N/data_position.json`, so that a resume does not read the stream from its beginning.
 
-    Resume with `stream.seek(read_position(checkpoint))` and `TrainingArguments(ignore_data_skip=True)`.
+    Resume with `stream.seek(read_position(checkpoint))` and `TrainingArguments(ignore_data_skip=True)`, or with
+    neither: the Trainer then reads the stream from its beginning, and skips what was trained on.
 
     Args:
         stream: the training data; rank 0 of the island reads it for all its ranks.
@@ -175,7 +176,8 @@ class DataPositionCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stores the stream's first step, and moves before the callback that records a checkpoint's files."""
-        self._first_step = state.global_step
+        # If the Trainer skips data, it reads the stream from its beginning.
+        self._first_step = state.global_step if args.ignore_data_skip else 0
         move_before_trackers(self)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
