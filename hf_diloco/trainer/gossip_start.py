@@ -184,7 +184,9 @@ class Beginning:
         _check_folders([*others, place])
         self._note(others)
         self._tell_rates(others)
-        self._begin_at(self.node.enter, state, scheduler)
+        # Where nodes are not in step, it may have been ahead, and its data are where it was.
+        own = 0 if self.optimizer.is_in_step else state.global_step
+        self._begin_at(lambda x: max(own, self.node.enter(x)), state, scheduler)
         logger.warning(
             "node %d is back: it goes on from the mean of its neighbours, at step %d",
             self.config.node,
