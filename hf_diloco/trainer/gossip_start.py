@@ -182,6 +182,7 @@ class Beginning:
                         f"there, and {value} here; {remedy_for(name)}"
                     )
         _check_folders([*others, place])
+        self.node.recall("checkpoints")  # the others may have shared theirs: before a further training all do again
         self._note(others)
         self._tell_rates(others)
         # Where nodes are not in step, it may have been ahead, and its data are where it was.

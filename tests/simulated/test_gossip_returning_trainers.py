@@ -127,3 +127,18 @@ def test_a_node_that_was_ahead_where_nobody_waits_goes_on_from_its_own_step(tmp_
 
     assert run_islands(NUM_NODES, live) == [66] * NUM_NODES
     assert run.begun == [0, 60]
+
+
+def test_who_has_returned_looks_for_a_common_checkpoint_with_the_others(tmp_path: Path) -> None:
+    """Before a second training, as before the first; it was not there when they did so before the first."""
+    run = Run(tmp_path, "dmsgd", max_steps=1000, leaves_at=3, others_wait_at=1000)
+
+    def live(number: int) -> str | None:
+        with run.trained(number, stops=True) as (callback, _):
+            assert callback.stopped
+            found = callback.common_checkpoint(run.folders[number])
+        return found.name if found else None
+
+    first, *others = run_islands(NUM_NODES, live)
+    assert first is not None
+    assert others == [first] * 2
