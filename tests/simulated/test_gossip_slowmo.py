@@ -420,6 +420,17 @@ def test_an_outer_step_without_an_average_is_left_out_and_said(caplog: pytest.Lo
     assert caplog.text.count(LEFT_OUT) == 3
 
 
+def test_the_methods_momentum_outlives_an_outer_step_that_is_left_out() -> None:
+    x = torch.nn.Parameter(torch.ones(4))
+    neighbours = NoRendezvous(MemoryGraph(make_topology("ring", 1)), 0)
+    optimizer = make_optimizer("dmsgd", [x], neighbours, 0.1, slowmo=settings_of(inner_buffers="zero"))
+    for is_kept in (True, False):
+        for _ in range(TAU):
+            x.grad = torch.ones(4)
+            optimizer.step()
+        assert bool(optimizer.vector("momentum_buffer").any()) == is_kept
+
+
 class CameTooLate(MemoryNeighbours):
     """For the first average, which the others have formed without this node."""
 

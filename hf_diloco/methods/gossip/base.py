@@ -192,9 +192,11 @@ class GossipOptimizer(torch.optim.Optimizer, ABC):
         if slow.settings.average:
             self.check_sent(self._x, *averaged)
         rates = [float(group["lr"]) for group in self.param_groups]
-        self.traffic += slow.step(self._x, rates, averaged, self.neighbours)
-        if buffers == "zero":
-            self.begin_state(self._x)
+        traffic = slow.step(self._x, rates, averaged, self.neighbours)
+        if traffic is not None:
+            self.traffic += traffic
+            if buffers == "zero":
+                self.begin_state(self._x)
         self.neighbours.rekey()  # the outer step moves the parameters too far for encoded differences
 
     @property

@@ -63,11 +63,13 @@ class SlowMomentum:
         """Whether an outer step follows after `num_steps` steps."""
         return num_steps % self.settings.sync_every == 0
 
-    def step(self, x: torch.Tensor, rates: Sequence[float], buffers: Vectors, neighbours: Neighbours) -> Traffic:
+    def step(
+        self, x: torch.Tensor, rates: Sequence[float], buffers: Vectors, neighbours: Neighbours
+    ) -> Traffic | None:
         """Takes the outer step; returns this node's traffic. With the average, collective over the nodes.
 
-        If too many nodes are lost to form an average, skips the outer step with a warning: the node goes on from its
-        own parameters, and counts as late.
+        If too many nodes are lost to form an average, skips the outer step with a warning, and returns None: the node
+        goes on from its own parameters and momentum, and counts as late.
 
         Args:
             x: the parameters, flat; overwritten with x_0.
@@ -81,7 +83,7 @@ class SlowMomentum:
             except IslandLostError as error:
                 self._is_late = True
                 logger.warning("slowmo: this outer step is left out, as there is no average of all nodes (%s)", error)
-                return traffic
+                return None
         self._outer.pseudo_gradient_(x)
         x.copy_(self._outer.step(x, rates))
         return traffic
