@@ -214,7 +214,11 @@ class Beginning:
 
     def _begin_at(self, enter: Callable[[torch.Tensor], int], state: TrainerState, scheduler: Any) -> None:
         """Calls `GossipOptimizer.begin_at`; moves the Trainer and the schedule to the step it returns."""
+        from hf_diloco.trainer.frames import find_trainer
+
         state.global_step = self.optimizer.begin_at(enter)
+        if (trainer := find_trainer()) is not None:  # which has noted these: it logs losses per step since then
+            trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
         if not move_schedule(scheduler, state.global_step):
             logger.warning("%s cannot be advanced: the learning rate starts from scratch", type(scheduler).__name__)
 

@@ -229,6 +229,9 @@ def test_a_run_that_outlived_a_lost_node_goes_on(payload: str, tmp_path: Path) -
     assert [start["step"] for start in starts] == [8, 8, 8]
     rates = [events(run, node, "train")[-4]["learning_rate"] for node in range(3)]
     assert rates[2] == pytest.approx(rates[0]), "the schedule goes on, too"
+    losses = [event["loss"] for event in events(run, 2, "train") if event["step"] > 8]
+    assert len(losses) == 8
+    assert losses[0] > min(losses[1:]) / 2, "it is the mean of one step, not of all before"
     for node in range(3):
         assert 16 in whole_checkpoints(run.folder / f"island-{node}")
         (news,) = [event["news"] for event in events(run, node, "neighbour")]
