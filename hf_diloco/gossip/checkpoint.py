@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,7 +24,6 @@ from hf_diloco.gossip.records import Record
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.manifest import (
     FileRecord,
-    check_contents,
     check_sizes,
     find_damage,
     read_record,
@@ -130,8 +128,7 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
     for step in sorted(held, reverse=True):
         if num_sound >= _NUM_READ:
             break
-        index = ranks.on_all(partial(read_index, held[step]))
-        damage = find_damage(held[step], index.files, ranks)
+        damage = find_damage(held[step], files_of, ranks)
         if damage is None:
             num_sound += 1
         else:
@@ -141,13 +138,9 @@ def sound_checkpoints(output_dir: Path, ranks: IslandGroup) -> dict[int, Path]:
     return held
 
 
-def check_files(checkpoint: Path, ranks: IslandGroup) -> None:
-    """Reads every file of a checkpoint. Collective over the node's ranks.
-
-    Raises `CheckpointError`, on every rank, if one is missing, or its contents have changed since it was written.
-    """
-    index = ranks.on_all(lambda: read_index(checkpoint))
-    check_contents(checkpoint, index.files, ranks)
+def files_of(checkpoint: Path) -> list[FileRecord]:
+    """Returns the files that a checkpoint's record lists; raises as `read_index`."""
+    return read_index(checkpoint).files
 
 
 # The checkpoint from which all nodes resume

@@ -32,7 +32,6 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Interval
 from hf_diloco.outer.manifest import (
     FileRecord,
-    check_contents,
     check_sizes,
     first_sound,
     read_record,
@@ -229,14 +228,9 @@ def read_index(checkpoint: Path) -> OuterIndex:
     return index
 
 
-def check_checkpoint(checkpoint: Path, island: IslandGroup) -> None:
-    """Reads every file of a checkpoint and checks its digest. Collective over the island's ranks.
-
-    Raises:
-        CheckpointError: a file is corrupt; the message names it; on every rank.
-    """
-    index = island.on_all(lambda: read_index(checkpoint))
-    check_contents(checkpoint, index.checkpoint, island)
+def files_of(checkpoint: Path) -> list[FileRecord]:
+    """Returns all files that a checkpoint's index lists; raises as `read_index`."""
+    return read_index(checkpoint).checkpoint
 
 
 def newest_sound(checkpoints: Sequence[Path], island: IslandGroup) -> Path | None:
@@ -244,7 +238,7 @@ def newest_sound(checkpoints: Sequence[Path], island: IslandGroup) -> Path | Non
 
     Collective over the island's ranks; uses the leader's argument.
     """
-    return first_sound(checkpoints[::-1], lambda path: read_index(path).checkpoint, island)
+    return first_sound(checkpoints[::-1], files_of, island)
 
 
 def load_outer(

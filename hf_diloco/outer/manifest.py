@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,6 +28,9 @@ _END = "\n}"
 _OWN_DIGEST = re.compile(r',\s*"own_digest": "(\w*)"\s*\}\s*$')
 
 M = TypeVar("M", bound=BaseModel)
+
+ReadFiles: TypeAlias = "Callable[[Path], list[FileRecord]]"
+"""Reads which files a checkpoint has; raises `CheckpointError` if it cannot."""
 
 logger = logging.getLogger("hf_diloco")
 
@@ -119,27 +122,24 @@ def check_sizes(checkpoint: Path, files: Sequence[FileRecord]) -> None:
             raise CheckpointError(f"{_describe_size(checkpoint / file.name, file)}: resume from an earlier checkpoint")
 
 
-def check_contents(checkpoint: Path, files: Sequence[FileRecord], ranks: IslandGroup) -> None:
+def check_contents(checkpoint: Path, read: ReadFiles, ranks: IslandGroup) -> None:
     """Reads every file of a checkpoint and checks its digest. Collective over the ranks.
 
     Raises:
-        CheckpointError: a file is missing or corrupt; on every rank.
+        CheckpointError: a file is missing or corrupt; the message names it; on every rank.
     """
-    if damage := find_damage(checkpoint, files, ranks):
+    if damage := find_damage(checkpoint, read, ranks):
         raise CheckpointError(f"{damage}: resume from an earlier checkpoint")
 
 
-def first_sound(
-    checkpoints: Sequence[Path], read: Callable[[Path], list[FileRecord]], ranks: IslandGroup
-) -> Path | None:
+def first_sound(checkpoints: Sequence[Path], read: ReadFiles, ranks: IslandGroup) -> Path | None:
     """Returns the first of `checkpoints` whose files are intact, None if there is none. Warns about corrupt ones.
 
     Collective over the ranks, which share the work; uses the leader's `checkpoints`, which are in order of preference.
-    `read` reads the file records of a checkpoint.
     """
     for name in ranks.from_leader([str(path) for path in checkpoints]):
         path = Path(name)
-        damage = find_damage(path, ranks.on_all(lambda path=path: read(path)), ranks)  # type: ignore[misc]
+        damage = find_damage(path, read, ranks)
         if damage is None:
             return path
         if ranks.is_leader:
@@ -147,11 +147,12 @@ def first_sound(
     return None
 
 
-def find_damage(checkpoint: Path, files: Sequence[FileRecord], ranks: IslandGroup) -> str | None:
+def find_damage(checkpoint: Path, read: ReadFiles, ranks: IslandGroup) -> str | None:
     """Reads every file of a checkpoint; describes the damage of one corrupt file, or returns None if all are intact.
 
-    Collective over the ranks, which share the work; returns the same on all of them.
+    Collective over the ranks, which share the work; returns the same on all of them, and raises if one cannot `read`.
     """
+    files = ranks.on_all(lambda: read(checkpoint))
     right = {file.name: file.num_bytes for file in files if _size(checkpoint / file.name) == file.num_bytes}
     seen = _share_seen(right, ranks)
     mine = set(_share_out(seen)[ranks.rank])

@@ -14,12 +14,13 @@ from hf_diloco.outer.checkpoint import (
     FragmentIndex,
     OuterIndex,
     OuterPart,
-    check_checkpoint,
+    files_of,
     load_outer,
     read_index,
     save_outer,
 )
 from hf_diloco.outer.fragment import EagerFragment
+from hf_diloco.outer.manifest import check_contents
 from hf_diloco.outer.state import OuterState
 from hf_diloco.utils.own_files import is_own
 
@@ -91,7 +92,7 @@ def restore_state(outer: OuterState, checkpoint: Path) -> None:
             restored; on every rank.
     """
     if checkpoint != outer.checked:
-        check_checkpoint(checkpoint, outer.island)
+        check_contents(checkpoint, files_of, outer.island)
     stored = outer.island.on_all(lambda: _load(outer, checkpoint))
     _refuse_other_masters(outer, checkpoint, stored)
     if outer.round and outer.on_boundary and outer.buffers == "zero":

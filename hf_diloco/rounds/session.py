@@ -18,7 +18,8 @@ from hf_diloco.membership.facts import MAX_STEPS, Facts
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.membership.member_records import Phase
 from hf_diloco.methods.outer import find_method
-from hf_diloco.outer.checkpoint import check_checkpoint
+from hf_diloco.outer.checkpoint import files_of
+from hf_diloco.outer.manifest import check_contents
 from hf_diloco.outer.state import OuterState
 from hf_diloco.rounds.background import Background
 from hf_diloco.rounds.measures import SyncReport
@@ -98,7 +99,7 @@ class BaseSession(ABC):
             CheckpointError: a file is corrupt; the message names it; on every rank.
         """
         with self._leave_on_error():
-            check_checkpoint(checkpoint, self.island)
+            check_contents(checkpoint, files_of, self.island)
         self.outer.checked = checkpoint
 
     @abstractmethod

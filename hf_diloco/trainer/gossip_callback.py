@@ -18,8 +18,8 @@ from hf_diloco.gossip.averages import are_equal
 from hf_diloco.gossip.checkpoint import (
     RECORD,
     GossipIndex,
-    check_files,
     check_index,
+    files_of,
     find_whole,
     save_index,
     sound_checkpoints,
@@ -30,6 +30,7 @@ from hf_diloco.gossip.open import leave_after_error, open_node
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
+from hf_diloco.outer.manifest import check_contents
 from hf_diloco.trainer.arguments import (
     decayed_groups,
     examples_per_step,
@@ -194,7 +195,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         Raises:
             CheckpointError: a file is missing or corrupt; the message names it.
         """
-        check_files(Path(checkpoint), self._ranks)
+        check_contents(Path(checkpoint), files_of, self._ranks)
 
     @contextmanager
     def mean_weights(self) -> Iterator[None]:

@@ -19,10 +19,10 @@ from hf_diloco.gossip.checkpoint import (
     GossipIndex,
     Held,
     Resumption,
-    check_files,
     choose_common,
     choose_own,
     choose_step,
+    files_of,
     find_whole,
     read_held,
     save_index,
@@ -35,6 +35,7 @@ from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.gossip.records import Record
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.topology import make_topology
+from hf_diloco.outer.manifest import check_contents
 from hf_diloco.report import load_run, summarise
 from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from tests.islands import run_islands, try_islands
@@ -196,10 +197,10 @@ def test_a_checkpoint_without_trainers_state_is_not_whole(tmp_path: Path) -> Non
 
 def test_a_checkpoint_that_a_user_names_is_read_before_it_is_resumed_from(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 2, trainer_state="{}", weights="[1]")
-    check_files(checkpoint, IslandGroup())
+    check_contents(checkpoint, files_of, IslandGroup())
     (checkpoint / "weights.json").write_text("[2]")
     with pytest.raises(CheckpointError, match=r"weights\.json"):
-        check_files(checkpoint, IslandGroup())
+        check_contents(checkpoint, files_of, IslandGroup())
 
 
 # Whole runs, of nodes that are threads

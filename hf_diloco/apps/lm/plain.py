@@ -63,8 +63,7 @@ class PlainCallback(RunCallback[Record]):
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
         """Raises `CheckpointError` if a file of the checkpoint is missing or corrupt; the message names it."""
-        files = self._ranks.on_all(lambda: _read_files(Path(checkpoint)))
-        check_contents(Path(checkpoint), files, self._ranks)
+        check_contents(Path(checkpoint), _read_files, self._ranks)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
