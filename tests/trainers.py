@@ -29,7 +29,7 @@ def make_trainer(folder: Path, *callbacks: Any, **changes: Any) -> Trainer:
     return Trainer(model, args, train_dataset=Tokens(0), eval_dataset=Tokens(1, size=8), callbacks=list(callbacks))
 
 
-def make_saving_trainer(folder: Path, callback: TrainerCallback, *more: TrainerCallback, **arguments: Any) -> Trainer:
+def make_saving_trainer(folder: Path, *callbacks: TrainerCallback, **arguments: Any) -> Trainer:
     chosen: dict[str, Any] = {
         "max_steps": MAX_STEPS,
         "per_device_train_batch_size": 2,
@@ -45,7 +45,7 @@ def make_saving_trainer(folder: Path, callback: TrainerCallback, *more: TrainerC
         make_model(lora=False, tied=True, seed=1),
         TrainingArguments(output_dir=str(folder), **chosen),
         train_dataset=Tokens(0),
-        callbacks=[callback, *more],
+        callbacks=list(callbacks),
     )
 
 

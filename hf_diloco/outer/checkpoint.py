@@ -283,7 +283,8 @@ def last_of_earlier_round(begun_at: int, folder: Path, written: Collection[Path]
     """Returns the newest checkpoint of an earlier round than the newest one's: all islands can return to it.
 
     Other islands may have stopped before they wrote a checkpoint of the newest round. Checkpoints of later steps that
-    an earlier training left behind are ignored: all islands went back past them, and peers may never have had them.
+    an earlier training left behind are ignored: all islands went back past them, and peers may never have had them. So
+    are a user's copies and links, under names of their own.
 
     Args:
         begun_at: the step at which this training began.
@@ -293,7 +294,7 @@ def last_of_earlier_round(begun_at: int, folder: Path, written: Collection[Path]
     found = [
         (path, index.round)
         for path, index in complete_checkpoints(folder)
-        if index.global_step <= begun_at or path in written
+        if _NUMBERED.fullmatch(path.name) and (index.global_step <= begun_at or path in written)
     ]
     return [path for path, number in found if number < found[-1][1]][-1:]
 

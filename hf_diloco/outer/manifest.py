@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import shutil
 import socket
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +25,9 @@ from hf_diloco.utils.files import flush, telling, write_whole
 
 _CHUNK_BYTES = 1 << 22
 _REPLACED = "replaced-"
+
+FILES_RECORD = "files.json"
+"""The record of a checkpoint without outer state: it lists the files alone."""
 _END = "\n}"
 _OWN_DIGEST = re.compile(r',\s*"own_digest": "(\w*)"\s*\}\s*$')
 
@@ -168,15 +172,34 @@ def recover_replaced(folder: Path, find_whole: Callable[[Path], Collection[Path]
     """Restores checkpoints that were set aside for a replacement when the process was killed.
 
     Keeps the replacement instead where it is complete.
+
+    Raises:
+        CheckpointError: one cannot be restored; without it, training would go on from an earlier step.
     """
     for aside in folder.glob(f"{_REPLACED}checkpoint-*"):
         checkpoint = folder / aside.name.removeprefix(_REPLACED)
-        with suppress(OSError):
-            if checkpoint in find_whole(folder):
-                remove(aside)
-            else:
-                remove(checkpoint)
-                aside.rename(checkpoint)
+        if checkpoint in find_whole(folder):
+            remove(aside)
+            continue
+        try:
+            discard(checkpoint)
+            aside.rename(checkpoint)
+        except OSError as error:
+            raise CheckpointError(
+                f"{aside} is a whole checkpoint, and cannot be renamed to {checkpoint.name} "
+                f"({error.strerror or error}): rename it, or move it away to go on from an earlier step"
+            ) from None
+
+
+def discard(checkpoint: Path) -> None:
+    """Frees the name of an unfinished checkpoint, if there is one, and deletes what can be deleted of it.
+
+    On a network file system, files that a process still has open stay. Raises `OSError` if the name stays taken.
+    """
+    if checkpoint.is_dir() or checkpoint.is_symlink():
+        rubbish = checkpoint.with_name(f".{checkpoint.name}.{secrets.token_hex(4)}")
+        checkpoint.rename(rubbish)
+        remove(rubbish)
 
 
 def remove(checkpoint: Path, first: str = "") -> None:

@@ -15,12 +15,17 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.errors import CheckpointError
+from hf_diloco.gossip.checkpoint import RECORD as GOSSIP_RECORD
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.outer.manifest import recover_replaced, remove, set_aside_name
+from hf_diloco.outer.checkpoint import RECORD
+from hf_diloco.outer.manifest import FILES_RECORD, discard, recover_replaced, remove, set_aside_name
 
 logger = logging.getLogger("hf_diloco")
 
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+
+_RECORDS = (RECORD, GOSSIP_RECORD, FILES_RECORD)
+"""Files that are written last, of every kind of run."""
 
 _LAST_WORD_SECONDS = 10.0
 """How long a failed rank waits for the other ranks, which may still be writing, to report its error to them."""
@@ -68,14 +73,19 @@ class CheckpointFolder:
     def _find_earlier(self) -> set[Path]:
         """Finds an earlier training's checkpoints, which this training must not delete."""
         whole = self._find_whole()
-        if whole:
+        found = {
+            path
+            for path in self._find_numbered()
+            if not self._is_unfinished(path, whole) or (path / "trainer_state.json").is_file()  # of a Trainer alone
+        }
+        if found:
             logger.warning(
                 "this training starts from scratch, but %s of an earlier one is there. It stays until this one saves "
                 "the same step, and common_checkpoint() may find it. Resume from it, remove it, or take "
                 "another output_dir",
-                max(whole, key=_step_of),
+                max(found, key=_step_of),
             )
-        return {path for path in self._find_numbered() if not self._is_unfinished(path, whole)}
+        return found
 
     def path(self, step: int) -> Path:
         """Returns the path of a step's checkpoint."""
@@ -128,11 +138,12 @@ class CheckpointFolder:
     def _set_aside(self, checkpoint: Path) -> None:
         """Sets a checkpoint of this step aside until the new one is complete; deletes it if it is unfinished."""
         if self._ranks.is_leader and (checkpoint.is_dir() or checkpoint.is_symlink()):
+            is_earlier = checkpoint in self._earlier - self._written
             with suppress(OSError):
-                if self._is_unfinished(checkpoint, self._find_whole()):
-                    remove(checkpoint)
+                if not is_earlier and self._is_unfinished(checkpoint, self._find_whole()):
+                    discard(checkpoint)
                 else:
-                    remove(set_aside_name(checkpoint))
+                    discard(set_aside_name(checkpoint))
                     checkpoint.rename(set_aside_name(checkpoint))
         self._ranks.barrier()
 
@@ -218,14 +229,19 @@ class CheckpointFolder:
         return [str(path) for path in [*ranked[num_kept:], *others] if path not in kept]
 
     def _is_unfinished(self, checkpoint: Path, whole: Collection[Path]) -> bool:
-        """Whether its writer was killed before completing it; False if it is unreadable, which may be temporary."""
-        try:
-            (checkpoint / self._record).stat()
-        except FileNotFoundError:
-            return checkpoint not in whole
-        except OSError:
+        """Whether its writer was killed before completing it.
+
+        False if it is unreadable, which may be temporary; and if another kind of run has completed it.
+        """
+        for record in _RECORDS:
+            try:
+                (checkpoint / record).stat()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                pass
             return False
-        return False
+        return checkpoint not in whole
 
 
 def _not_whole(checkpoint: Path, rank: int, reason: str) -> CheckpointError:

@@ -206,6 +206,19 @@ def test_a_training_that_begins_anew_deletes_none_of_an_earlier_one(
     assert f"this training starts from scratch, but {run / 'checkpoint-6'} of an earlier one is there" in caplog.text
 
 
+def test_a_training_that_begins_anew_deletes_none_of_a_trainer_alone(tmp_path: Path) -> None:
+    make_saving_trainer(tmp_path, save_total_limit=None).train()
+    make_saving_trainer(tmp_path, DiLoCoCallback(sync_every=3), save_total_limit=1, save_steps=3).train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (2, 4, 6)}
+
+
+def test_a_run_without_outer_loop_deletes_none_of_the_run_that_it_goes_on_from(run: Path) -> None:
+    callback = PlainCallback(DiLoCoBlock(enabled=False), 1, run / "stop")
+    trainer = make_saving_trainer(run, callback, save_total_limit=9, max_steps=8)
+    trainer.train(resume_from_checkpoint=str(callback.common_checkpoint(run)))
+    assert {path.name for path in run.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (2, 4, 6, 8)}
+
+
 def test_what_cannot_be_read_goes_where_it_would_if_it_were_whole(run: Path) -> None:
     """Older than the two newest whole ones. Newer than one of them, it is one of the two once it is read again."""
     for step in (1, 3):
@@ -372,6 +385,28 @@ def test_the_round_that_all_went_back_to_stays_until_there_is_a_newer_one_beside
         write = partial(write_checkpoint, number=number, step=step)
         assert checkpoints.complete(checkpoints.path(step), write, limit=1)
         assert [index.global_step for _, index in complete_checkpoints(tmp_path)] == staying
+
+
+def test_a_users_link_is_not_kept_in_place_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "checkpoint-4", 1, 4)
+    (tmp_path / "checkpoint-latest").symlink_to("checkpoint-4")
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *given: iter(sorted(glob(*given))))  # as some file systems list them
+    needed = partial(last_of_earlier_round, 4)
+    checkpoints = CheckpointFolder(tmp_path, IslandGroup(), RECORD, find_complete, needed, lambda: None, True, False)
+    assert checkpoints.complete(checkpoints.path(8), partial(write_checkpoint, number=2, step=8), limit=1)
+    assert (tmp_path / "checkpoint-4").is_dir()
+
+
+def test_a_checkpoint_set_aside_is_found_though_its_unfinished_successor_cannot_be_deleted(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system, while a hanging process has one of its files open."""
+    (run / "checkpoint-6").rename(run / "replaced-checkpoint-6")
+    (run / "checkpoint-6").mkdir()
+    (run / "checkpoint-6" / ".nfs0001").touch()
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    assert DiLoCoCallback(sync_every=3).common_checkpoint(run) == run / "checkpoint-6"
 
 
 def test_of_islands_that_go_back_together_each_keeps_two_rounds(tmp_path: Path) -> None:

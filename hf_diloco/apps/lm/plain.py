@@ -14,6 +14,7 @@ from hf_diloco.apps.lm.runfile import DiLoCoBlock
 from hf_diloco.errors import CheckpointError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.outer.manifest import (
+    FILES_RECORD,
     FileRecord,
     check_contents,
     check_sizes,
@@ -27,8 +28,6 @@ from hf_diloco.trainer.frames import find_trainer
 from hf_diloco.trainer.record import Record
 from hf_diloco.trainer.resuming import refuse_fewer_steps
 from hf_diloco.utils.files import read_json, telling, write_whole
-
-_FILES = "files.json"
 
 
 class PlainCallback(RunCallback[Record]):
@@ -70,7 +69,7 @@ class PlainCallback(RunCallback[Record]):
     ) -> None:
         refuse_fewer_steps(state)
         self._began = time.monotonic()
-        self._begin(args, self._ranks, find_trainer(), _FILES, _find_whole)
+        self._begin(args, self._ranks, find_trainer(), FILES_RECORD, _find_whole)
         examples = examples_per_step(args)
         trained = [one for one in kwargs["model"].parameters() if one.requires_grad]
         self._record = Record(folder_of(args) if state.is_world_process_zero else None)
@@ -96,11 +95,11 @@ class PlainCallback(RunCallback[Record]):
             self._end_early(control)
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
-        files = [file.model_dump() for file in record_files(checkpoint, self._ranks, _FILES)]
+        files = [file.model_dump() for file in record_files(checkpoint, self._ranks, FILES_RECORD)]
 
         def write() -> None:
             with telling(checkpoint):
-                write_whole(checkpoint / _FILES, json.dumps(files, indent=1))
+                write_whole(checkpoint / FILES_RECORD, json.dumps(files, indent=1))
 
         self._ranks.on_leader(write)
 
@@ -119,7 +118,7 @@ class PlainCallback(RunCallback[Record]):
 
 def _read_files(checkpoint: Path) -> list[FileRecord]:
     """Returns the files that a checkpoint lists; none if a Trainer without this callback wrote it."""
-    path = checkpoint / _FILES
+    path = checkpoint / FILES_RECORD
     try:
         return [FileRecord(**file) for file in json.loads(path.read_text(encoding="utf-8"))]
     except FileNotFoundError:
