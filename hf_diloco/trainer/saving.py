@@ -16,7 +16,7 @@ from accelerate import Accelerator, accelerator as accelerator_module
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import Trainer, trainer as trainer_module
+from transformers import PreTrainedConfig, Trainer, trainer as trainer_module
 
 from hf_diloco.utils.files import is_write_failure, reason_of, telling
 
@@ -114,7 +114,7 @@ def describe_model(model: Any, processing_class: Any, checkpoint: Path) -> None:
     The Trainer writes both with unsharded models, but neither with FSDP's sharded checkpoints.
 
     Args:
-        model: the module, whose parameters may be sharded; without a configuration if it is not from transformers.
+        model: the module, whose parameters may be sharded. Only configurations of transformers are written.
         processing_class: the tokenizer; None if the Trainer has none.
 
     Raises:
@@ -126,7 +126,7 @@ def describe_model(model: Any, processing_class: Any, checkpoint: Path) -> None:
         checkpoint.mkdir(parents=True, exist_ok=True)
         for adapter in getattr(model, "peft_config", {}).values():
             adapter.save_pretrained(str(checkpoint))
-        if not hasattr(model, "peft_config") and hasattr(model, "config"):
+        if not hasattr(model, "peft_config") and isinstance(getattr(model, "config", None), PreTrainedConfig):
             config = copy.deepcopy(model.config)
             config.architectures = [_class_name(model)]
             config.save_pretrained(str(checkpoint))

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -806,6 +807,33 @@ def test_the_common_checkpoint_of_one_island_is_its_newest(tmp_path: Path) -> No
     (tmp_path / "checkpoint-8" / "diloco" / "outer.json").unlink(missing_ok=True)
     assert DiLoCoCallback(sync_every=4).common_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
     assert DiLoCoCallback(sync_every=4).common_checkpoint(tmp_path / "nothing") is None
+
+
+@dataclass
+class OwnConfig:
+    width: int
+
+
+class OwnModel(torch.nn.Module):
+    """A model that is not from transformers, with a configuration of its own kind."""
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = torch.nn.Embedding(64, config.width)
+        self.head = torch.nn.Linear(config.width, 64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embed(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def test_a_model_with_a_configuration_of_its_own_kind_is_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, DiLoCoCallback(sync_every=2), model=OwnModel(OwnConfig(16)), max_steps=2, save_strategy="steps"
+    )
+    trainer.train()
+    assert complete_steps(tmp_path) == [2]
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path: Path) -> None:
