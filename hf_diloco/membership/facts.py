@@ -15,11 +15,16 @@ PROTOCOL = 17
 MAX_STEPS = "max_steps"
 """Name of the fact with an island's number of inner steps; a user's own loop may not know it."""
 
+SAVES = "when checkpoints are saved"
+"""Name of the fact with the steps after which a process saves; only a Trainer knows it."""
+
 TRAINABLE = "trainable parameters"
 """Name of the fact with the number of values that an island trains."""
 
 _PROTOCOL = "protocol"
 _FROZEN = "frozen weights"
+_MAY_LACK = (MAX_STEPS, SAVES, _FROZEN)
+"""Beginnings of the names of facts that one process may have and another not."""
 
 
 def facts_given(given: object) -> dict[str, str | int | float | bool | None]:
@@ -76,8 +81,8 @@ def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
 
 
 def differ(name: str, one: object, other: object) -> bool:
-    """Whether two values of a fact conflict; an unknown number of steps, or of frozen weights, conflicts with none."""
-    return one != other and not (name.startswith((MAX_STEPS, _FROZEN)) and None in (one, other))
+    """Whether two values of a fact conflict; None does not, for those in `_MAY_LACK`."""
+    return one != other and not (name.startswith(_MAY_LACK) and None in (one, other))
 
 
 def remedy_for(name: str) -> str:
@@ -89,6 +94,8 @@ def remedy_for(name: str) -> str:
         )
     if name == TRAINABLE:
         return "make it equal: the same model everywhere, with the same parameters frozen (requires_grad)"
+    if name == SAVES:
+        return "set save_strategy=steps and the same save_steps everywhere (the length of epochs depends on the data)"
     if name == _PROTOCOL:
         return "install the same version of hf-diloco everywhere"
     if name.startswith(_FROZEN):

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, has_length
 
 from hf_diloco.config.diloco import DiLoCoConfig
 from hf_diloco.errors import ConfigError
 from hf_diloco.inner import refuse_foreign_optimizer, unwrap_optimizer
+from hf_diloco.membership.facts import SAVES, Facts
 from hf_diloco.trainer.ignored_settings import warn_of_ignored
 from hf_diloco.trainer.refusals import follows_evaluations, is_schedule_free, refuse, refuse_uncounted
 
@@ -101,6 +103,21 @@ def path_given(call: str, name: str, value: Any, remedy: str = "give a path, or 
 def examples_per_step(args: TrainingArguments) -> int:
     """Returns the examples per optimizer step of this island."""
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def steps_per_epoch(args: TrainingArguments, loader: Any) -> int | None:
+    """Returns the optimizer steps in an epoch of the training data; None if their number is not known in advance."""
+    return max(1, -(-len(loader) // args.gradient_accumulation_steps)) if has_length(loader) else None
+
+
+def saving_facts(args: TrainingArguments, state: TrainerState, loader: Any) -> Facts:
+    """Returns when the Trainer saves checkpoints, as a fact to compare. `loader` is of the training data."""
+    when = SaveStrategy(args.save_strategy).value
+    if when == SaveStrategy.STEPS:
+        when = f"every {state.save_steps} steps"
+    elif when == SaveStrategy.EPOCH:
+        when = f"after epochs of {steps_per_epoch(args, loader) or 'some'} steps"
+    return {SAVES: when}
 
 
 def tokens_per_step(facts: Mapping[str, Any], examples: int) -> int | None:

@@ -41,6 +41,7 @@ from hf_diloco.trainer.arguments import (
     folder_of,
     name_evaluated,
     path_given,
+    saving_facts,
     tokens_per_step,
 )
 from hf_diloco.trainer.base import RunCallback
@@ -227,7 +228,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         session.num_rounds = count_rounds(self.config, state.max_steps) or None
         session.tokens_per_step = tokens_per_step(self._facts, examples_per_step(args))
         self._has_joined = True
-        session.join(shards, folder_of(args), self._facts, checkpoint)
+        saving = saving_facts(args, state, kwargs["train_dataloader"]) if self.config.goes_back_together else {}
+        session.join(shards, folder_of(args), {**self._facts, **saving}, checkpoint)
         self._resume_path = None  # not for the next training
         follow_schedule(session, state, scheduler)
         self._describe_model = partial(describe_model, kwargs["model"], kwargs.get("processing_class"))

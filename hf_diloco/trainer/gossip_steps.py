@@ -11,7 +11,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_lengt
 
 from hf_diloco.errors import ConfigError
 from hf_diloco.membership.facts import Facts
-from hf_diloco.trainer.arguments import callback_settings, check_ranks
+from hf_diloco.trainer.arguments import callback_settings, check_ranks, saving_facts, steps_per_epoch
 from hf_diloco.trainer.refusals import refuse
 
 
@@ -81,9 +81,9 @@ def gossip_facts(
         loader: of the training data.
         weighed: result of `check_eval_sizes`.
     """
-    facts: dict[str, str | bool] = {"num_eval_examples is given": weighed}
+    facts: dict[str, str | int | float | bool | None] = {"num_eval_examples is given": weighed}
     if payload != "fp32":  # all nodes must rekey at the same steps
-        facts["when checkpoints are saved"] = f"{args.save_strategy}, every {state.save_steps} steps"
+        facts |= saving_facts(args, state, loader)
     if evaluates_with_others:
         when = "never"
         if args.eval_strategy == IntervalStrategy.STEPS:
@@ -113,10 +113,10 @@ class CommonSteps:
     def __init__(
         self, args: TrainingArguments, loader: Any, with_others: bool, evaluates_at_end: bool, passed: int
     ) -> None:
-        counts_epochs = has_length(loader)
-        self._saves = counts_epochs and args.save_strategy == SaveStrategy.EPOCH
-        self._evaluates = counts_epochs and with_others and args.eval_strategy == IntervalStrategy.EPOCH
-        self._steps_per_epoch = max(1, -(-len(loader) // args.gradient_accumulation_steps)) if counts_epochs else 0
+        steps = steps_per_epoch(args, loader)
+        self._saves = steps is not None and args.save_strategy == SaveStrategy.EPOCH
+        self._evaluates = steps is not None and with_others and args.eval_strategy == IntervalStrategy.EPOCH
+        self._steps_per_epoch = steps or 0
         self._eval_delay = args.eval_delay
         self._evaluates_at_end = evaluates_at_end
         self._passed = passed if with_others else 0

@@ -36,7 +36,7 @@ from hf_diloco.transport.open import MemoryTransport
 from hf_diloco.utils.files import PROGRESS_FILE
 from tests.clocks import LONG, wait_until
 from tests.islands import Beside, interrupted_after, run_islands, try_islands
-from tests.programs.trainer_island import make_model
+from tests.programs.trainer_island import Tokens, make_model
 from tests.records import events
 from tests.trainers import make_trainer
 
@@ -110,6 +110,33 @@ def test_the_callback_tells_its_number_of_steps(tmp_path: Path, free_port: int) 
         with pytest.raises(FingerprintError, match=r"max_steps differs \(island 0: 4, island 1: 6\)"):
             trainer.train()
     assert isinstance(failures[0], FingerprintError)
+
+
+@pytest.mark.parametrize(
+    ("saving", "told"),
+    [
+        ([{"save_steps": 3}, {"save_steps": 5}], "island 0: every 3 steps, island 1: every 5 steps"),
+        ([{"save_strategy": "epoch"}] * 2, "island 0: after epochs of 3 steps, island 1: after epochs of 5 steps"),
+    ],
+    ids=["steps", "epochs"],
+)
+def test_islands_that_would_save_in_different_rounds_are_refused(
+    saving: list[dict[str, Any]], told: str, tmp_path: Path, free_port: int
+) -> None:
+    """They go back to a common checkpoint, and would have none."""
+
+    def island_main(island: int) -> None:
+        trainers[island].train()
+
+    trainers = []
+    for island in range(2):
+        callback = DiLoCoCallback(island=island, num_islands=2, rendezvous=f"tcp://127.0.0.1:{free_port}")
+        trainer = make_trainer(tmp_path / str(island), callback, **saving[island])
+        trainer.train_dataset = Tokens(island, size=8 * (3, 5)[island])
+        trainers.append(trainer)
+    for outcome in try_islands(2, island_main):
+        assert isinstance(outcome, FingerprintError)
+        assert f"when checkpoints are saved differs ({told}); set save_strategy=steps and the same" in str(outcome)
 
 
 def test_an_island_that_ends_before_the_others_is_named_at_once() -> None:
