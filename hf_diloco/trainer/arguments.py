@@ -100,9 +100,15 @@ def path_given(call: str, name: str, value: Any, remedy: str = "give a path, or 
     raise ConfigError(f"{call}({name}={value!r}): {remedy}")
 
 
+def examples_per_batch(args: TrainingArguments) -> int:
+    """Returns the examples of one batch on all ranks of this island."""
+    splits = getattr(args.accelerator_config, "split_batches", False)  # ranks share a batch
+    return int(args.train_batch_size * (1 if splits else args.world_size))
+
+
 def examples_per_step(args: TrainingArguments) -> int:
     """Returns the examples per optimizer step of this island."""
-    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    return examples_per_batch(args) * args.gradient_accumulation_steps
 
 
 def steps_per_epoch(args: TrainingArguments, loader: Any) -> int | None:

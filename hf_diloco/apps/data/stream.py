@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.apps.data.packing import Encoder, Example, example
 from hf_diloco.errors import CheckpointError, ConfigError
+from hf_diloco.trainer.arguments import examples_per_step
 from hf_diloco.trainer.frames import move_before_trackers
 from hf_diloco.utils.files import write_whole
 
@@ -206,8 +207,8 @@ class DataPositionCallback(TrainerCallback):
                 )
 
     def _position(self, args: TrainingArguments, state: TrainerState) -> Position:
-        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return self.stream.position(self.stream.start.num_blocks + (state.global_step - self._first_step) * per_step)
+        num_blocks = (state.global_step - self._first_step) * examples_per_step(args)
+        return self.stream.position(self.stream.start.num_blocks + num_blocks)
 
 
 def write_position(checkpoint: Path, position: Position) -> None:

@@ -35,7 +35,7 @@ from hf_diloco.inner.fsdp2 import is_fsdp2
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts
 from hf_diloco.optimizers import callbacks_of, make_optimizer
-from hf_diloco.trainer.arguments import examples_per_step
+from hf_diloco.trainer.arguments import examples_per_batch, examples_per_step
 from hf_diloco.trainer.callback import DiLoCoCallback
 from hf_diloco.trainer.progress import Progress, RunFilesCallback
 from hf_diloco.utils.files import STOP_FILE
@@ -131,7 +131,7 @@ def _check_data(run: RunFile, args: TrainingArguments, data: Datasets) -> None:
     check_evaluation(args, len(data.evaluation))
     if isinstance(data.train, PackedStream):
         return
-    at_once = args.train_batch_size * args.world_size
+    at_once = examples_per_batch(args)
     if len(data.train) < at_once:
         raise ConfigError(
             f"data: island {run.diloco.island}'s share has {len(data.train)} sequences of {run.data.sequence_length} "

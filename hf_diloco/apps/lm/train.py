@@ -116,7 +116,7 @@ def _print_plan(island: Island) -> None:
     from transformers.trainer_pt_utils import get_model_param_count
 
     from hf_diloco.apps.data.stream import PackedStream
-    from hf_diloco.trainer.arguments import examples_per_step
+    from hf_diloco.trainer.arguments import examples_per_batch, examples_per_step
 
     run, data, args = island.run, island.data, island.trainer.args
     number, total, length = run.diloco.island, run.diloco.num_islands, run.data.sequence_length
@@ -124,7 +124,7 @@ def _print_plan(island: Island) -> None:
     amount = "a stream" if isinstance(data.train, PackedStream) else f"{len(data.train):,} sequences"
     say(f"model: {get_model_param_count(island.trainer.model):,} parameters")
     say(f"data of island {number}: {amount} of {length:,} tokens; evaluation: {len(data.evaluation)} sequences")
-    batch = f"{args.train_batch_size} a rank x {accumulated} accumulated x {counted(args.world_size, 'rank')}"
+    batch = f"{examples_per_batch(args)} on {counted(args.world_size, 'rank')} x {accumulated} accumulated"
     say(f"batch of island {number}: {batch} = {examples:,} sequences ({examples * length:,} tokens) a step")
     if total > 1:
         together = f"{examples * total:,} sequences ({examples * length * total:,} tokens) a step"

@@ -29,7 +29,7 @@ from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import NodeNeighbours
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts
-from hf_diloco.trainer.arguments import examples_per_step
+from hf_diloco.trainer.arguments import examples_per_batch, examples_per_step
 from hf_diloco.trainer.gossip_callback import GossipCallback
 from hf_diloco.trainer.progress import Progress, RunFilesCallback
 from hf_diloco.utils.files import STOP_FILE
@@ -102,7 +102,7 @@ def facts_of(run: VisionRun, data: ImageData) -> Facts:
 
 
 def _check_share(config: GossipConfig, args: TrainingArguments, data: ImageData) -> None:
-    at_once = args.train_batch_size * args.world_size
+    at_once = examples_per_batch(args)
     smallest = min(data.share_sizes)
     if smallest < at_once:
         raise ConfigError(
