@@ -140,14 +140,14 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     ) -> None:
         """Moves this callback ahead of the trackers, so that they get the metrics that `on_log` adds."""
         super().on_init_end(args, state, control, **kwargs)
-        move_before_trackers(self)
+        move_before_trackers(self, is_last=True)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Joins the other islands, restores or creates the outer state, and makes all islands' weights equal."""
         self._failure = None
-        move_before_trackers(self)  # `add_callback` comes after `on_init_end`
+        move_before_trackers(self, is_last=True)  # `add_callback` comes after `on_init_end`
         with self._giving_back():
             self._join(args, state, control, **kwargs)
 

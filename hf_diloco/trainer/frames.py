@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,18 +23,31 @@ T = TypeVar("T")
 logger = logging.getLogger("hf_diloco")
 
 
-def move_before_trackers(callback: TrainerCallback) -> None:
+def move_before_trackers(callback: TrainerCallback, is_last: bool = False) -> None:
     """Moves `callback`, which is being called, ahead of the reporting integrations in the Trainer's list.
 
     The Trainer calls those before a user's callbacks. If its list is not found, trackers miss `diloco/*`; the island's
     own record does not.
+
+    Args:
+        is_last: whether it stays behind this package's other callbacks, whose files are part of what it completes.
     """
     handler = _find_caller(CallbackHandler)
     if handler is None or callback not in handler.callbacks:
         logger.warning("cannot reach the Trainer's list of callbacks: trackers will not see diloco/* metrics")
         return
-    handler.callbacks.remove(callback)
-    handler.callbacks.insert(1, callback)  # after DefaultFlowCallback, which decides whether to log, evaluate, save
+    callbacks = handler.callbacks
+    place = 0 if _is_own(callbacks[0]) else 1  # after DefaultFlowCallback, which decides when to log, evaluate, save
+    if is_last:
+        place += len(list(takewhile(_is_own, callbacks[place:])))
+    present = callbacks.index(callback)
+    if place < present:  # moved back, it would be called twice: the Trainer is iterating over the list
+        callbacks.insert(place, callbacks.pop(present))
+
+
+def _is_own(callback: TrainerCallback) -> bool:
+    """Whether a callback is of this package, or a user's subclass of one."""
+    return any(kind.__module__.startswith("hf_diloco.") for kind in type(callback).__mro__)
 
 
 def find_trainer() -> Trainer | None:

@@ -225,7 +225,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         if self._has_failed:
             raise UnsupportedError(_AFTER_ERROR)
         trainer = find_trainer()
-        move_before_trackers(self)
+        move_before_trackers(self, is_last=True)
         check_gossip_arguments(args, self.config.payload, trainer.callback_handler.callbacks if trainer else ())
         optimizer, given = self.optimizer, kwargs["optimizer"]
         inner = getattr(given, "optimizer", given)  # inside Accelerate's wrapper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -16,9 +17,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
 
-from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, OneBitAdam, OneBitCallback, OuterLoop
 from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError
 from hf_diloco.inner import open_shards
@@ -211,6 +213,29 @@ def test_each_loop_meets_the_others_at_the_same_port_also_after_an_interrupt(tmp
             with loop as outer:
                 assert outer.step() is not None
     assert not failures
+
+
+class OwnFlow(DefaultFlowCallback):
+    """A user's own, which the Trainer calls last."""
+
+
+@pytest.mark.parametrize("flow", [None, OwnFlow])
+def test_checkpoints_of_all_trainings_record_what_other_callbacks_write(
+    flow: type[DefaultFlowCallback] | None, tmp_path: Path
+) -> None:
+    model = make_model(lora=False, tied=True, seed=1)
+    optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=2)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=4, save_steps=4, disable_tqdm=True)
+    callbacks = [DiLoCoCallback(sync_every=2), OneBitCallback(optimizer)]
+    trainer = Trainer(model, args, train_dataset=Tokens(0), optimizers=(optimizer, None), callbacks=callbacks)
+    if flow is not None:
+        trainer.remove_callback(DefaultFlowCallback)
+        trainer.add_callback(flow())
+    for _ in range(2):
+        trainer.train()
+        recorded = (tmp_path / "checkpoint-4" / "diloco" / "outer.json").read_text()
+        assert "onebit_errors_0_of_1.safetensors" in recorded
+        shutil.rmtree(tmp_path / "checkpoint-4")
 
 
 def test_training_twice_in_a_store(tmp_path: Path) -> None:
