@@ -32,8 +32,8 @@ class OuterState:
     """One rank's part of the outer state. Call `open`, and then `begin` or `restore_state`, before anything else.
 
     Attributes:
-        shards: this rank's master weights; set by `open`, as the next three.
-        fragments: of the model.
+        fragments: of the model; none before `open`.
+        shards: this rank's master weights; set by `open`, as the next two.
         names: a digest of each fragment's parameter names and sizes.
         buffers: what to do with the inner optimizer's buffers at the start of a round.
         round: rounds completed.
@@ -44,7 +44,6 @@ class OuterState:
         checked: a checkpoint whose files have all been checked already.
     """
 
-    fragments: list[Fragment]
     shards: Shards
     names: list[str]
     buffers: Buffers
@@ -57,6 +56,7 @@ class OuterState:
         self.num_begun = 0
         self.outer_hash = ""
         self.run = ""
+        self.fragments: list[Fragment] = []
         self.num_steps = 0
         self.checked: Path | None = None
 

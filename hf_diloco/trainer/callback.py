@@ -260,8 +260,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self._end()
 
     def _connect(self, folder: Path) -> BaseSession:
-        if self._has_joined and not self._need_session().has_left:
-            self._need_session().abandon()  # left from a training that raised, unknown to callbacks
+        if self._has_joined and self._session and not self._session.has_left:
+            self._session.abandon()  # left from a training that raised, unknown to callbacks
             self._end()
         if self._session is None or self._session.has_left:
             # A rank waits for its leader, which waits for other islands.

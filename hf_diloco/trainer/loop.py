@@ -130,7 +130,7 @@ class OuterLoop(HasOuterWeights):
             CheckpointError: the islands have checkpoints, but of no common round.
         """
         if self._checkpoints is not None:
-            raise ConfigError("common_checkpoint() within the `with` block of OuterLoop: call it before")
+            raise ConfigError("this OuterLoop was entered before: call common_checkpoint() first, on a new OuterLoop")
         self._resume_from = self._meet().common_checkpoint(self._folder)
         return self._resume_from
 
@@ -139,7 +139,7 @@ class OuterLoop(HasOuterWeights):
             raise ConfigError("this OuterLoop was entered before: make another one for another loop")
         session = self._meet()
         with self._leaving_on_error():
-            self._begin(open_shards(self._model, self._optimizer, session.island.size))
+            self._begin(session, open_shards(self._model, self._optimizer, session.island.size))
         return self
 
     def _meet(self) -> BaseSession:
@@ -149,8 +149,7 @@ class OuterLoop(HasOuterWeights):
             self._session = open_session(self.config, island, self._is_asked_to_stop, folder=self._folder)
         return self._session
 
-    def _begin(self, shards: Shards) -> None:
-        session = self._need_session()
+    def _begin(self, session: BaseSession, shards: Shards) -> None:
         session.num_steps = self._num_steps
         session.num_rounds = self._num_rounds
         session.join(shards, self._folder, self._facts, self._resume_from)
@@ -192,7 +191,8 @@ class OuterLoop(HasOuterWeights):
 
     def _fail(self, error: BaseException) -> None:
         """Leaves the run. If only this rank may have failed, it does not wait for the island's other ranks."""
-        session = self._need_session()
+        session = self._session
+        assert session is not None, "only an entered loop fails"
         is_alone = session.island.size > 1 and not self._has_failed_together
         self._stop.uninstall(waits=not is_alone)
         self._record.close()

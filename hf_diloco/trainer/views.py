@@ -81,7 +81,8 @@ class HasOuterWeights(ABC):
         """Records a completed round."""
 
     def _need_session(self) -> BaseSession:
-        if self._session is None:
+        """Returns the session, once training has joined it: `common_checkpoint` opens it before."""
+        if self._session is None or not self._session.outer.fragments:
             raise ConfigError(self.NOT_BEGUN)
         return self._session
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,11 @@ def test_calls_at_the_wrong_time(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     with pytest.raises(ConfigError, match="OuterLoop is a context manager"):
         loop.outer.save_checkpoint()
-    with loop.begun() as outer, pytest.raises(ConfigError, match=r"common_checkpoint\(\) within the `with` block"):
+    assert loop.outer.common_checkpoint() is None  # meets the others, but does not begin
+    for call in (loop.outer.step, loop.outer.should_stop, partial(loop.outer.save_state, tmp_path / "state")):
+        with pytest.raises(ConfigError, match="OuterLoop is a context manager"):
+            call()
+    with loop.begun() as outer, pytest.raises(ConfigError, match=r"call common_checkpoint\(\) first"):
         outer.common_checkpoint()
 
 

@@ -155,12 +155,19 @@ def outer_weights() -> None:
         pass
 
 
+def outer_weights_of_islands_that_have_only_met() -> None:
+    callback = DiLoCoCallback()
+    assert callback.common_checkpoint("nothing") is None
+    with callback.outer_weights():
+        pass
+
+
 def mean_weights() -> None:
     with GossipCallback(num_nodes=1).mean_weights():
         pass
 
 
-@pytest.mark.parametrize("use", [outer_weights, mean_weights])
+@pytest.mark.parametrize("use", [outer_weights, outer_weights_of_islands_that_have_only_met, mean_weights])
 def test_weights_that_are_not_there_yet(use: Callable[[], None]) -> None:
     with pytest.raises(ConfigError, match=r"training has not begun with this .*weights\(\) during training or after"):
         use()
