@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ _RUNTIME = re.compile(r"eval_(?:.*_)?runtime")
 def check_arguments(
     config: DiLoCoConfig,
     args: TrainingArguments,
-    callbacks: Iterable[TrainerCallback] = (),
+    callbacks: Collection[TrainerCallback] = (),
     optimizer: Any = None,
     scheduler: Any = None,
     is_search: bool = False,
@@ -54,6 +54,8 @@ def check_arguments(
         if is_refused(type(made).__name__):
             given[setting] = type(made).__name__
     refuse({**vars(args), **callback_settings(callbacks), **given}, "islands")
+    if config.num_shares > 1 and "OneBitCallback" in _class_names(callbacks):
+        refuse({"sync_every": config.sync_every}, "onebit")
     refuse_uncounted(config.weight_by, args.include_num_input_tokens_seen)
     check_ranks(args.world_size)
     warn_of_ignored(args.deepspeed_plugin)
@@ -83,9 +85,14 @@ def check_ranks(num_ranks: int) -> None:
 
 def callback_settings(callbacks: Iterable[TrainerCallback]) -> dict[str, object]:
     """Returns the values of the callback settings in `REFUSALS`."""
-    names = [kind.__name__ for callback in callbacks for kind in type(callback).__mro__]
+    names = _class_names(callbacks)
     ours = [name for name in names if name in ("DiLoCoCallback", "GossipCallback")]
     return {"EarlyStoppingCallback": "EarlyStoppingCallback" in names, "callbacks": ours}
+
+
+def _class_names(callbacks: Iterable[TrainerCallback]) -> list[str]:
+    """Returns the names of the callbacks' classes and of the classes that these inherit from."""
+    return [kind.__name__ for callback in callbacks for kind in type(callback).__mro__]
 
 
 def folder_of(args: TrainingArguments) -> Path:

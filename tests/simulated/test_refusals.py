@@ -13,7 +13,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import ProjectConfiguration
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
-from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OuterLoop
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, GossipCallback, OneBitAdam, OneBitCallback, OuterLoop
 from hf_diloco.apps.common.load import read_run_file
 from hf_diloco.apps.lm.runfile import load_run_file
 from hf_diloco.apps.vision.runfile import VisionRun
@@ -133,6 +133,14 @@ def test_early_stopping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="EarlyStoppingCallback=True cannot be used: it would end training here"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_a_round_of_islands_after_every_1_bit_step_is_refused_before_they_meet(tmp_path: Path) -> None:
+    nowhere: dict[str, Any] = {"num_islands": 2, "island": 0, "rendezvous": "tcp://127.0.0.1:1", "join_timeout": 0.1}
+    optimizer = OneBitAdam([torch.nn.Parameter(torch.ones(1))], lr=0.1, freeze_step=2)
+    trainer = make_trainer(tmp_path, DiLoCoCallback(sync_every=1, **nowhere), OneBitCallback(optimizer))
+    with pytest.raises(ConfigError, match="sync_every=1 cannot be used: the 1-bit all-reduce is between the ranks"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy", "an object"])
