@@ -12,7 +12,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_lengt
 from hf_diloco.errors import ConfigError
 from hf_diloco.membership.facts import Facts
 from hf_diloco.trainer.arguments import callback_settings, check_ranks, saving_facts, steps_per_epoch
-from hf_diloco.trainer.refusals import refuse
+from hf_diloco.trainer.refusals import follows_evaluations, refuse
 
 
 def check_gossip_arguments(
@@ -34,16 +34,19 @@ def check_gossip_arguments(
 
 
 def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer: Trainer | None) -> bool | str:
-    """Checks `num_eval_examples` against the Trainer's evaluation data.
+    """Checks `num_eval_examples` against the Trainer's evaluation data, and against a schedule that follows it.
 
     Returns:
         Whether metrics are weighted by numbers of examples; with several data sets, their names in the Trainer's
         order.
 
     Raises:
-        ConfigError: the numbers do not match the Trainer's data sets, or are no numbers of examples.
+        ConfigError: the numbers do not match the Trainer's data sets, or are no numbers of examples; or there are
+            none, and the learning rate follows evaluations, which may differ between nodes.
     """
     if num_eval_examples is None:
+        if trainer is not None:
+            _refuse_own_rates(trainer)
         return False
     sizes = num_eval_examples.values() if isinstance(num_eval_examples, Mapping) else [num_eval_examples]
     if not all(isinstance(size, Integral) and not isinstance(size, bool) and size > 0 for size in sizes):
@@ -55,6 +58,16 @@ def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer:
         what = f"a number for each of {', '.join(names)}, by name" if names else "one number, of the one data set"
         raise ConfigError(f"num_eval_examples={num_eval_examples!r}: give {what} that the Trainer evaluates")
     return ", ".join(names) if names else True
+
+
+def _refuse_own_rates(trainer: Trainer) -> None:
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside Accelerate's wrapper
+    if follows_evaluations(name := type(scheduler).__name__):
+        raise ConfigError(
+            f"the learning rate follows evaluations ({name}), and each node would train at a rate of its own: give "
+            "GossipCallback num_eval_examples, for metrics of all nodes, or choose a schedule of steps, such as "
+            "lr_scheduler_type=cosine"
+        )
 
 
 def eval_size(num_eval_examples: int | Mapping[str, int], name: str | None) -> int:

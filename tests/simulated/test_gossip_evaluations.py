@@ -154,6 +154,20 @@ def test_the_size_of_each_data_set_must_be_given(
         trainer.train()
 
 
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_a_learning_rate_that_follows_evaluations_follows_those_of_all_nodes(schedule: str, tmp_path: Path) -> None:
+    def train(size: int | None) -> None:
+        callback = GossipCallback(method="dsgd", num_nodes=1, num_eval_examples=size)
+        trainer = trainer_of(
+            tmp_path, callback, Linear(), 0.0, data(0.0), eval_strategy="epoch", lr_scheduler_type=schedule
+        )
+        trainer.train()
+
+    with pytest.raises(ConfigError, match=r"follows evaluations \(\w+\), and each node would train at a rate of its"):
+        train(None)
+    train(8)
+
+
 class MeasuresItsOwn(Trainer):
     """As one whose metrics are of the classes that its examples have."""
 
