@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from hf_diloco.codecs.base import Codec
+from hf_diloco.codecs.base import TILE_VALUES, Codec
 from hf_diloco.errors import UnsupportedError
 from hf_diloco.utils.own_files import classes_in, is_own, load_own, no_such
 
@@ -43,6 +43,8 @@ def _own_codec(name: str) -> Codec:
     for needed, sort in (("name", str), ("block_values", int), ("block_bytes", int)):
         if not isinstance(getattr(codec, needed, None), sort):
             raise ValueError(f"{name!r}: {kind.__name__} says no {needed}: give the class that attribute")
+    if codec.block_values < 1 or TILE_VALUES % codec.block_values:
+        raise ValueError(f"{name!r}: block_values is {codec.block_values}: give a power of two, up to {TILE_VALUES:,}")
     if not (isinstance(codec.feedback_decay, int | float) and 0 <= codec.feedback_decay <= 1):
         raise ValueError(f"{name!r}: feedback_decay is {codec.feedback_decay!r}: give a share, from 0 to 1")
     if codec.name in BUILT_IN:

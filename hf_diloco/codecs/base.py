@@ -40,7 +40,7 @@ class Codec(ABC):
 
     Attributes:
         name: the codec's name in the setting `payload`.
-        block_values: values in a block; a power of two.
+        block_values: values in a block; a power of two, at most `TILE_VALUES`.
         block_bytes: bytes of a block.
         is_exact: whether decoding restores every value bit for bit.
         feedback_decay: the default `decay` of `ErrorFeedback`. Above 0 for codecs that drop most of the information
