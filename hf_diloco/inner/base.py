@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_diloco.errors import UnsupportedError
 
@@ -39,6 +40,7 @@ class InnerOptimizer:
         self._optimizer = optimizer
         self._param_groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", []))
         self.rates = [_rate_of(group) for group in self._param_groups]
+        self._watching: RemovableHandle | None = None
         self._undampened: set[torch.Tensor] = set()  # whose next gradient SGD must not dampen
 
     @property
@@ -62,8 +64,13 @@ class InnerOptimizer:
                 "a torch.optim optimizer with a learning rate, or method=diloco"
             )
 
-        self._optimizer.register_step_pre_hook(lambda *_: self._begin_step())
+        self._watching = self._optimizer.register_step_pre_hook(lambda *_: self._begin_step())
         self._note_rates()
+
+    def unwatch(self) -> None:
+        """Ends `watch`, unless the next step still has to begin SGD's momentum anew."""
+        if self._watching is not None and not self._undampened:
+            self._watching.remove()
 
     def check_buffers(self, wanted: str) -> None:
         """Raises `UnsupportedError` if `wanted` is not "keep" and the optimizer only supports that."""

@@ -151,6 +151,11 @@ class OuterState:
         shards.inner.check_buffers(self.buffers)
         self.codec.prepare()
 
+    def close(self) -> None:
+        """Stops following the inner optimizer, which other trainings may use."""
+        if self.fragments:
+            self.shards.inner.unwatch()
+
     @property
     def rates(self) -> list[float]:
         """The inner learning rate of each parameter group at the last step; empty if the method does not use them."""

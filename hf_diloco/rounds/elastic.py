@@ -368,6 +368,6 @@ class ElasticSession(BaseSession):
             host.close()
 
     def close(self) -> None:
-        self._background.close()
+        super().close()
         if hasattr(self, "rounds"):
             self.rounds.close()

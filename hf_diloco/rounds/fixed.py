@@ -276,7 +276,7 @@ class FixedSession(BaseSession):
             exchange.close()
         self._exchanges.clear()
         self._is_closing = True
-        self._background.close()
+        super().close()
 
 
 class EagerRounds:

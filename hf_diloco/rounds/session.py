@@ -314,9 +314,10 @@ class BaseSession(ABC):
         self.has_left = True
         self.close()
 
-    @abstractmethod
     def close(self) -> None:
         """Closes all connections."""
+        self._background.close()
+        self.outer.close()
 
     @contextmanager
     def _leave_on_error(self) -> Iterator[None]:

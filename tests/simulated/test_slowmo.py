@@ -301,6 +301,16 @@ def test_rates_are_those_of_the_last_step_whenever_the_scheduler_is_stepped() ->
     assert shards.inner.groups == {"0.weight": 0, "0.bias": 1, "2.weight": 0, "2.bias": 1}
 
 
+def test_an_island_that_has_left_no_longer_watches_the_optimizer(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = two_groups(model)
+    session = Run(tmp_path, 1, sync_every=4, **SLOWMO).session(0)
+    session.join(open_shards(model, optimizer), tmp_path / "0")
+    assert optimizer._optimizer_step_pre_hooks
+    session.leave(finished=False)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_a_schedule_that_ends_a_rounding_error_below_0_ends_at_0(tmp_path: Path) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
