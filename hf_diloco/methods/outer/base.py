@@ -197,6 +197,32 @@ def chunks(size: int) -> list[slice]:
     return [slice(start, min(start + _CHUNK_VALUES, size)) for start in range(0, size, _CHUNK_VALUES)]
 
 
+def sgd_(
+    parameters: torch.Tensor,
+    delta: torch.Tensor,
+    lr: float,
+    velocity: torch.Tensor | None,
+    momentum: float,
+    nesterov: bool = False,
+) -> None:
+    """Takes a step of `torch.optim.SGD` in place, with the gradient `delta`; `velocity` is None without momentum.
+
+    Uses only plain multiplications and additions: islands must agree to the last bit.
+    """
+    import torch
+
+    update = buffer_like(delta)
+    if velocity is None:
+        torch.mul(delta, lr, out=update)
+    else:
+        velocity.mul_(momentum).add_(delta)
+        if nesterov:
+            torch.mul(velocity, momentum, out=update).add_(delta).mul_(lr)
+        else:
+            torch.mul(velocity, lr, out=update)
+    parameters.sub_(update)
+
+
 def buffer_like(values: torch.Tensor) -> torch.Tensor:
     """Returns this thread's buffer of the size of `values`, with undefined contents; the next call reuses it."""
     return _workspace().take("update", values.numel(), values.dtype, values.device)

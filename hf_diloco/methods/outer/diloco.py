@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from hf_diloco.methods.outer.base import Chosen, Groups, OuterMethod, buffer_like, chunks, is_auto
+from hf_diloco.methods.outer.base import Chosen, Groups, OuterMethod, chunks, is_auto, sgd_
 
 if TYPE_CHECKING:
     import torch
@@ -86,16 +86,5 @@ class DiLoCo(OuterMethod):
 
     def step_chunk(self, where: slice, delta: torch.Tensor) -> None:
         """Takes the outer step on a slice of the outer parameters, with the same slice of the average."""
-        import torch
-
-        update = buffer_like(delta)
-        if not self.momentum:
-            torch.mul(delta, self.lr, out=update)
-        else:
-            momentum_buffer = self._state["momentum"][where]
-            momentum_buffer.mul_(self.momentum).add_(delta)
-            if self.nesterov:
-                torch.mul(momentum_buffer, self.momentum, out=update).add_(delta).mul_(self.lr)
-            else:
-                torch.mul(momentum_buffer, self.lr, out=update)
-        self.parameters[where].sub_(update)
+        velocity = self._state["momentum"][where] if self.momentum else None
+        sgd_(self.parameters[where], delta, self.lr, velocity, self.momentum, self.nesterov)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from hf_diloco.errors import DivergedError
-from hf_diloco.methods.outer.base import Buffers, Groups, MethodOptions, OuterMethod, buffer_like, chunks
+from hf_diloco.methods.outer.base import Buffers, Groups, MethodOptions, OuterMethod, chunks, sgd_
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,6 @@ class SlowMoOptions(MethodOptions):
 
 class SlowMo(OuterMethod):
     """Slow momentum in units of the parameters: 8 bytes of state per parameter, one learning rate per parameter group.
-
-    Like DiLoCo, it uses only plain multiplications and additions: islands must agree to the last bit.
 
     Args:
         lr: the slow learning rate, alpha.
@@ -133,20 +131,10 @@ class SlowMo(OuterMethod):
         for start, stop, group in self._groups.runs if len(set(carried)) > 1 else [(0, mean.numel(), 0)]:
             for part in chunks(stop - start):
                 where = slice(start + part.start, start + part.stop)
-                self._step_chunk(where, mean[where], carried[group])
+                slow = self._state["slow-momentum"][where] if self.momentum else None
+                sgd_(self.parameters[where], mean[where], self.lr, slow, carried[group])
         last.copy_(torch.tensor(rates, dtype=torch.float64))
         return self.parameters
-
-    def _step_chunk(self, where: slice, delta: torch.Tensor, carried: float) -> None:
-        import torch
-
-        update = buffer_like(delta)
-        if self.momentum:
-            slow = self._state["slow-momentum"][where]
-            torch.mul(slow.mul_(carried).add_(delta), self.lr, out=update)
-        else:
-            torch.mul(delta, self.lr, out=update)
-        self.parameters[where].sub_(update)
 
 
 class LocalSGD(SlowMo):
