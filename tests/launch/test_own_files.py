@@ -103,7 +103,7 @@ def test_islands_with_different_files_are_refused(folder: Path) -> None:
         ("payload", METHOD, "SignMomentum is no Codec"),
         ("payload", "half.py:Coded", "Coded lacks decode, encode"),
         ("payload", "half.py:Sized", "Sized says no block_bytes: give the class that attribute"),
-        ("payload", "half.py:Builtin", "fp32 is a codec of hf_diloco: give the class another name"),
+        ("payload", "half.py:Builtin", "fp32 is a number format of hf_diloco: give the class another name"),
         ("payload", "half.py:Asking", "Asking() cannot be made ("),
         ("payload", "half.py:Uneven", "block_values is 3000: give a power of two, up to 262,144"),
         ("payload", "half.py:Lossy", "feedback_decay is 2: give a share, from 0 to 1"),
@@ -123,7 +123,7 @@ def test_what_cannot_be_used_is_one_clear_error(
         "class Coded(Codec):\n    name = 'coded'\n"
         "class Sized(Coded):\n    block_values = 1\n    encode = decode = None\n"
         "class Builtin(Sized):\n    name, block_bytes = 'fp32', 4\n"
-        "class Asking(Builtin):\n    def __init__(self, level): pass\n"
+        "class Asking(Builtin):\n    name = 'asking'\n    def __init__(self, level): pass\n"
         "class Uneven(Builtin):\n    name, block_values = 'uneven', 3000\n"
         "class Lossy(Builtin):\n    name, feedback_decay = 'lossy', 2\n"
     )
