@@ -57,7 +57,10 @@ def way_of(key: LinkKey | None) -> str:
 
 
 class Line:
-    """One end of a connection; `host` is the numeric address of the other end."""
+    """One end of a connection; `host` is the numeric address of the other end.
+
+    Raises `ConnectionResetError` if the other end has reset the connection already.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -65,7 +68,11 @@ class Line:
         self._channel: Channel | None = None
         self._max_bytes = MAX_GREETING_BYTES
         self._num_sent = self._num_received = 0
-        self.host = str(writer.get_extra_info("peername")[0])
+        peer = writer.get_extra_info("peername")
+        if peer is None:
+            writer.close()
+            raise ConnectionResetError("the connection was reset at once")
+        self.host = str(peer[0])
 
     def trust(self, channel: Channel | None) -> None:
         """Accepts longer messages, because the other end has authenticated; seals them if there is a channel."""

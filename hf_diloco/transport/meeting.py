@@ -27,7 +27,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from hf_diloco.errors import DiLoCoError, ForgedError, IslandLostError, RendezvousError
+from hf_diloco.errors import ForgedError, IslandLostError, RendezvousError
 from hf_diloco.sealing.channel import Agreement, Channel
 from hf_diloco.store.rendezvous import local_address
 from hf_diloco.transport.base import Lane
@@ -200,6 +200,8 @@ class Meeting:
             self._limit_wait(peer, error)
         ways = ((peer, self._call if peer < self._own else self._watch) for peer in self._peers)
         self._callers = [self._loop.create_task(way(peer)) for peer, way in ways]
+        for caller in self._callers:
+            caller.add_done_callback(self._end_if_failed)
         await self._met
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -352,7 +354,12 @@ class Meeting:
     def _limit_wait(self, peer: int, error: ForgedError) -> None:
         self._loop.call_later(FORGED_SECONDS, lambda: None if peer in self._hosts else self._fail(error))
 
-    def _fail(self, error: DiLoCoError) -> None:
+    def _end_if_failed(self, caller: asyncio.Task[None]) -> None:
+        """Without this an unexpected error would end the calls to one end, and all would wait until the deadline."""
+        if not (self._met.done() or caller.cancelled()) and (error := caller.exception()):
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
         if not self._met.done():
             self._met.set_exception(error)
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import socket
+import struct
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ from hf_diloco.transport.transfers import Deadline
 from hf_diloco.utils import listening
 from hf_diloco.utils.listening import Door, GlooListener
 from hf_diloco.utils.public_keys import show_public
-from tests.clocks import LONG, wait_until
+from tests.clocks import AT_ONCE, LONG, wait_until
 from tests.islands import try_islands
 from tests.strangers import Attack, say
 from tests.tcp_stores import await_value
@@ -318,6 +319,46 @@ def test_ends_are_looked_for_until_they_have_connected(monkeypatch: pytest.Monke
     monkeypatch.setattr(meeting, "_WATCH_SECONDS", 0.02)
     monkeypatch.setattr(asyncio, "open_connection", noted)
     assert try_islands(3, run, 3 * LONG) == [None] * 3
+
+
+def reset_connection() -> socket.socket:
+    """What was connected, and then reset by the other end: it no longer has one."""
+    with socket.create_server((LOCALHOST, 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server.close()
+    return client
+
+
+def test_an_end_whose_connection_is_reset_at_once_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as it was made: before asyncio asks for the address of the other end."""
+    connect, store, num_resets = asyncio.open_connection, ValueStore.in_memory(), Counter[int]()
+
+    async def reset_first(host: str, port: int, **more: Any) -> Any:
+        num_resets[port] += 1
+        if num_resets[port] <= 2:
+            return await connect(sock=reset_connection(), **more)
+        return await connect(host, port, **more)
+
+    monkeypatch.setattr(asyncio, "open_connection", reset_first)
+
+    def run(end: int) -> None:
+        Connections(Lane(store, LANE, end, 2, LOCALHOST, AT_ONCE)).close()
+
+    assert try_islands(2, run) == [None, None]
+
+
+def test_an_unexpected_error_while_an_end_is_called_ends_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def break_down(*_: object, **__: object) -> None:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(asyncio, "open_connection", break_down)
+    store = ValueStore.in_memory()
+    shown = {"version": meeting.VERSION, "way": "without a key", "host": LOCALHOST, "port": 9}
+    store.set(f"mesh/{LANE}/at/0", json.dumps(shown))
+    with pytest.raises(RuntimeError, match="unexpected"):
+        Meeting(Lane(store, LANE, 1, 2, LOCALHOST, AT_ONCE), Deadline(AT_ONCE))
 
 
 def test_an_end_that_cannot_be_reached_is_waited_for(
