@@ -354,6 +354,11 @@ class ElasticSession(BaseSession):
         self._is_training = False  # so that `leave` makes no offer
         super().abandon()
 
+    def hang_up(self) -> None:
+        super().hang_up()
+        if self._host is not None:
+            self._host.close()
+
     def _end_store(self, host: StoreHost, finished: bool) -> None:
         """Closes this rank's store; if the run is finished, first waits for the other islands to end with it."""
         wait = WaitNotes(self.config.island, clock=self._clock).begin(self.config.sync_timeout, "end of the run")

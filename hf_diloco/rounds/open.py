@@ -129,11 +129,14 @@ def _open_elastic(
             config = _place_after(config, after)
         if place.meets_at_island_0 and place.island:
             island.on_leader(partial(_await_next_run, place, config, after, should_stop, folder))
-        return ElasticSession(config, island, should_stop, host=host, linger=linger)
+        session = ElasticSession(config, island, should_stop, host=host, linger=linger)
     except BaseException:
         if host is not None:
             host.close()
         raise
+    if host is not None:
+        weakref.finalize(session, host.close)  # frees the port even if nobody leaves the session
+    return session
 
 
 def _meet_at_island_0(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -321,6 +322,20 @@ def test_a_session_that_cannot_be_opened_leaves_no_port_taken(tmp_path: Path, fr
     session = open_session(config, IslandGroup(), folder=tmp_path)
     session.join(shards_of(0), tmp_path)
     session.leave(finished=False)
+
+
+@pytest.mark.parametrize("end", ["dropped", "hung up"])
+def test_a_session_that_nobody_leaves_leaves_no_port_taken(end: str, tmp_path: Path, free_port: int) -> None:
+    """As in a notebook, whose process lives on."""
+    config = DiLoCoConfig(num_islands=2, min_islands=1, island=0, rendezvous=f"tcp://127.0.0.1:{free_port}")
+    session = open_session(config, IslandGroup(), folder=tmp_path)
+    assert session.common_checkpoint(tmp_path) is None
+    if end == "dropped":
+        del session
+        gc.collect()
+    else:
+        session.hang_up()
+    socket.create_server(("127.0.0.1", free_port)).close()
 
 
 def test_processes_that_load_data_keep_no_port_taken(tmp_path: Path, free_port: int) -> None:
