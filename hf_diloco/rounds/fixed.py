@@ -87,7 +87,7 @@ class FixedSession(BaseSession):
         super().__init__(config, island)
         self._exchanges: list[Exchange] = []
         self._is_closing = False
-        self.transport = self._connect(transport)
+        self.transport = self._connect(transport, should_stop)
         self._all_gather = AllGather(
             self.transport.store,
             config.island,
@@ -112,13 +112,13 @@ class FixedSession(BaseSession):
             self._all_gather, log, config.sync_timeout, config.exchange_timeout, self._exchanges
         )
 
-    def _connect(self, transport: Transport | None) -> Transport:
+    def _connect(self, transport: Transport | None, should_stop: Callable[[], bool]) -> Transport:
         """Connects the leader first, so that every rank raises the leader's connection error."""
         opened = [transport] if transport else []
 
         def open_once() -> None:
             if not opened:
-                opened.append(open_transport(self.config, self.island.is_leader, self.island.size))
+                opened.append(open_transport(self.config, self.island.is_leader, self.island.size, should_stop))
 
         self.island.on_leader(open_once)
         self.island.on_all(open_once)

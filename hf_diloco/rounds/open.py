@@ -123,7 +123,7 @@ def _open_elastic(
     config, host, linger = place, None, 0.0
     if place.meets_at_island_0:
         linger = _LINGER_SECONDS if config.island else 0.0
-        config, host = _meet_at_island_0(config, island, folder)
+        config, host = _meet_at_island_0(config, island, should_stop, folder)
     try:
         if after:
             config = _place_after(config, after)
@@ -140,7 +140,7 @@ def _open_elastic(
 
 
 def _meet_at_island_0(
-    config: DiLoCoConfig, island: IslandGroup, folder: Path
+    config: DiLoCoConfig, island: IslandGroup, should_stop: Callable[[], bool], folder: Path
 ) -> tuple[DiLoCoConfig, StoreHost | None]:
     """Returns the settings with the address of island 0's store and, on island 0's leader, the store's host."""
     hosts: list[StoreHost] = []
@@ -149,7 +149,7 @@ def _meet_at_island_0(
         if config.island == 0:
             hosts.append(StoreHost(config, folder / "rendezvous"))
         else:
-            find_store(config, WaitNotes(config.island))
+            find_store(config, WaitNotes(config.island), should_stop)
 
     island.on_leader(meet)
     assert config.rendezvous is not None

@@ -149,10 +149,11 @@ def address_towards(config: Place) -> str:
     return config.bind_address or local_address(*split_tcp_url(config.rendezvous))
 
 
-def find_store(config: Place, notes: WaitNotes) -> None:
+def find_store(config: Place, notes: WaitNotes, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Retries until island 0, or node 0, accepts a connection, also while the name service is temporarily unavailable.
 
-    Raises `RendezvousError` if nobody answers within `join_timeout`, or traffic would cross a public network.
+    Raises `RendezvousError` if nobody answers within `join_timeout`, or traffic would cross a public network, and
+    `StopRequested` if `should_stop` returns true while nobody answers.
     """
     host, port = _checked(config, notes.unit)
     deadline = time.monotonic() + config.join_timeout
@@ -173,6 +174,8 @@ def find_store(config: Place, notes: WaitNotes) -> None:
                     f"{error.strerror or error}. Is {notes.unit} 0 running there, and does its firewall let this "
                     "machine in?"
                 ) from None
+            if should_stop():
+                raise StopRequested from None
             wait.look([0], str(error.strerror or error))
         time.sleep(_RETRY_SECONDS)
 
@@ -192,7 +195,7 @@ def await_training(
     deadline = time.monotonic() + config.join_timeout
     wait = notes.begin(config.join_timeout, where=config.rendezvous)
     while True:
-        find_store(config, notes)
+        find_store(config, notes, should_stop)
         with suppress(RendezvousError, StoreError):  # the old store is shutting down
             if has_begun():
                 return

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from hf_diloco.errors import ForgedError, RendezvousError, StoreError, UnknownIdentityError
+from hf_diloco.errors import ForgedError, RendezvousError, StopRequested, StoreError, UnknownIdentityError
 from hf_diloco.sealing.identity import Roster
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.credentials import Credentials
@@ -78,6 +78,7 @@ def meet(
     size: Mapping[str, int],
     silent_for: float,
     notes: WaitNotes,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Rendezvous:
     """Connects to the rendezvous; the rank with `is_host` also opens the store, which lives as long as the result.
 
@@ -86,6 +87,7 @@ def meet(
         who: this island, for messages.
         size: the setting that gives the number of participants, with its value.
         silent_for: seconds without an answer until the store counts as gone; its process may stall for a while.
+        should_stop: polled while waiting for the host; true ends the wait with `StopRequested`.
 
     Raises:
         RendezvousError: the port is in use, HOST is not this machine, nobody answers within `join_timeout`, or traffic
@@ -95,12 +97,12 @@ def meet(
     host = StoreHost(config, unit=notes.unit) if is_host else None
     try:
         if host is None:
-            find_store(config, notes)
+            find_store(config, notes, should_stop)
         store = _open(config, silent_for)
         if is_host:
             run = _begin_run(store, credentials, size)
         else:
-            run = _find_fitting_run(store, credentials, config, who, size)
+            run = _find_fitting_run(store, credentials, config, who, size, should_stop)
     except BaseException:
         if host:
             host.close()
@@ -166,10 +168,15 @@ def _begin_run(store: ObjectStore, credentials: Credentials, size: Mapping[str, 
 
 
 def _find_fitting_run(
-    store: ObjectStore, credentials: Credentials, config: Place, who: str, size: Mapping[str, int]
+    store: ObjectStore,
+    credentials: Credentials,
+    config: Place,
+    who: str,
+    size: Mapping[str, int],
+    should_stop: Callable[[], bool],
 ) -> str:
     there = f"the run at {config.rendezvous}"
-    found = _await_mark(store, there, who)
+    found = _await_mark(store, there, who, should_stop)
     try:
         return _check_mark(found, credentials, there, who, size)
     except RendezvousError:
@@ -197,7 +204,7 @@ def _check_mark(found: bytes, credentials: Credentials, there: str, who: str, si
     return mark.run
 
 
-def _await_mark(store: ObjectStore, there: str, who: str) -> bytes:
+def _await_mark(store: ObjectStore, there: str, who: str, should_stop: Callable[[], bool]) -> bytes:
     deadline, has_run = time.monotonic() + MARK_SECONDS, False
     try:
         while True:
@@ -212,6 +219,8 @@ def _await_mark(store: ObjectStore, there: str, who: str) -> bytes:
                 continue  # a mark of this run would have been written before: look once more
             if time.monotonic() >= deadline:
                 raise RendezvousError(f"{there} has not begun {MARK_SECONDS:g} s after its store was opened: {_AGAIN}")
+            if should_stop():
+                raise StopRequested
             time.sleep(_POLL_SECONDS)
     except StoreError as error:
         raise RendezvousError(f"{there} cannot be read ({error}): {_AGAIN}") from None

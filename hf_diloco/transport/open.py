@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 
 from hf_diloco.config.diloco import DiLoCoConfig
@@ -47,10 +48,17 @@ class MemoryTransport(Transport):
 class MeshTransport(Transport):
     """Direct connections, established through a store that island 0's leader hosts.
 
-    Raises `RendezvousError` if the rendezvous cannot be opened or reached, or the run there has another key.
+    Raises `RendezvousError` if the rendezvous cannot be opened or reached, or the run there has another key, and
+    `StopRequested` if `should_stop` returns true while this waits for island 0.
     """
 
-    def __init__(self, config: DiLoCoConfig, is_leader: bool, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        config: DiLoCoConfig,
+        is_leader: bool,
+        num_ranks: int = 1,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._config = config
         self._notes = WaitNotes(config.island)
         self._rate_limit = RateLimit(config.bytes_per_second(num_ranks))
@@ -63,6 +71,7 @@ class MeshTransport(Transport):
             size={"num_islands": config.num_islands},
             silent_for=SILENT_SECONDS,
             notes=self._notes,
+            should_stop=should_stop,
         )
         if is_leader and not credentials.key:
             warn_if_exposed(self._address)
@@ -91,8 +100,10 @@ class MeshTransport(Transport):
             )
 
 
-def open_transport(config: DiLoCoConfig, is_leader: bool, num_ranks: int) -> Transport:
+def open_transport(
+    config: DiLoCoConfig, is_leader: bool, num_ranks: int, should_stop: Callable[[], bool]
+) -> Transport:
     """Returns the transport that the rendezvous requires; a single island needs none."""
     if config.num_islands == 1:
         return MemoryTransport(MemoryNetwork(1), ValueStore.in_memory(), 0)
-    return MeshTransport(config, is_leader, num_ranks)
+    return MeshTransport(config, is_leader, num_ranks, should_stop)

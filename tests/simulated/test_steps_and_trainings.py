@@ -23,7 +23,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_diloco import DiLoCoCallback, DiLoCoConfig, OneBitAdam, OneBitCallback, OuterLoop
 from hf_diloco.config.base import ENV_FOLDER
-from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError
+from hf_diloco.errors import ConfigError, FingerprintError, IslandLostError, StopRequested
 from hf_diloco.inner import open_shards
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import ended_runs, facts
@@ -37,7 +37,7 @@ from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from hf_diloco.utils.files import PROGRESS_FILE
-from tests.clocks import LONG, wait_until
+from tests.clocks import AT_ONCE, LONG, wait_until
 from tests.islands import Beside, interrupted_after, run_islands, try_islands
 from tests.programs.trainer_island import Tokens, make_model
 from tests.records import events
@@ -322,6 +322,26 @@ def test_a_session_that_cannot_be_opened_leaves_no_port_taken(tmp_path: Path, fr
     session = open_session(config, IslandGroup(), folder=tmp_path)
     session.join(shards_of(0), tmp_path)
     session.leave(finished=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_store"),
+    [({}, False), ({}, True), ({"min_islands": 1}, False)],
+    ids=["fixed", "fixed, no run in its store", "elastic"],
+)
+def test_who_is_asked_to_stop_waits_for_no_island_0(
+    settings: dict[str, Any], has_store: bool, tmp_path: Path, free_port: int
+) -> None:
+    """Neither until it opens the store, nor until it begins the run there."""
+    rendezvous = f"tcp://127.0.0.1:{free_port}"
+    config = DiLoCoConfig(num_islands=2, island=1, rendezvous=rendezvous, join_timeout=AT_ONCE, **settings)
+    host = StoreHost(config) if has_store else None
+    try:
+        with pytest.raises(StopRequested):
+            open_session(config, IslandGroup(), lambda: True, folder=tmp_path)
+    finally:
+        if host is not None:
+            host.close()
 
 
 @pytest.mark.parametrize("end", ["dropped", "hung up"])
