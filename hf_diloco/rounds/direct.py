@@ -70,7 +70,6 @@ class DirectEngine(Engine):
 
     Attributes:
         bucket: this rank's range of the object store.
-        size: values of the whole model.
         author: names the island and its process, as "00001-000002".
         address: local address to listen on, as the other islands see it.
         key: participants prove to each other that they hold it; None without the run's key.
@@ -81,7 +80,6 @@ class DirectEngine(Engine):
     ranks: IslandGroup
     log: RunLog
     bucket: BucketExchange
-    size: int
     author: str
     address: str
     key: LinkKey | None
@@ -190,7 +188,7 @@ class DirectEngine(Engine):
     def _ranges_of(self, offer: OfferRecord) -> list[Range]:
         try:
             ranges = [_RANGE.validate_python(record, strict=True) for record in offer.objects]
-            check_ranges(ranges, self.size)
+            check_ranges(ranges, self.bucket.total)
         except (ValidationError, PayloadError) as error:
             raise IslandLostError(f"the offer of island {offer.island} is invalid: {error}", [offer.island]) from None
         return ranges
@@ -352,11 +350,7 @@ def open_engines(
     """
     if not config.is_direct:
         return [BucketEngine(bucket, find_codec(config.payload), config.island, island.rank) for bucket in buckets]
-    sizes = island.sum([bucket.length for bucket in buckets])
     address = island.on_all(lambda: find_address(config))
     if island.is_leader and not key:
         warn_if_exposed(address)
-    return [
-        DirectEngine(config, island, log, bucket, int(size), author, address, key, rate_limit)
-        for bucket, size in zip(buckets, sizes, strict=True)
-    ]
+    return [DirectEngine(config, island, log, bucket, author, address, key, rate_limit) for bucket in buckets]

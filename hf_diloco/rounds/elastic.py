@@ -192,7 +192,11 @@ class ElasticSession(BaseSession):
         raw, is_new, incarnation, self._is_late = self.island.on_leader(enter)
         self._run = RunRecord.model_validate(raw)
         log = self.members.log if self.members else RunLog(self.store, seal.of(self._run.run))
-        buckets = [self._bucket_of(fragment, log.seal.blocks) for fragment in self.outer.fragments]
+        totals = self.island.sum([fragment.partition.numel for fragment in self.outer.fragments])
+        buckets = [
+            self._bucket_of(fragment, int(total), log.seal.blocks)
+            for fragment, total in zip(self.outer.fragments, totals, strict=True)
+        ]
         author = author_of(self.config.island, incarnation)
         link_key = self._credentials.link_key(self._run.run)
         quorum = None
@@ -213,10 +217,11 @@ class ElasticSession(BaseSession):
         self._pace = Pace(self.outer, self.members)
         return is_new
 
-    def _bucket_of(self, fragment: Fragment, seal: BlockSeal | None) -> BucketExchange:
+    def _bucket_of(self, fragment: Fragment, total: int, seal: BlockSeal | None) -> BucketExchange:
         intervals = fragment.partition.intervals
         start = intervals[0][0] if intervals else 0
-        return BucketExchange(self.store, start, fragment.partition.numel, rate_limit=self._rate_limit, seal=seal)
+        length = fragment.partition.numel
+        return BucketExchange(self.store, start, length, rate_limit=self._rate_limit, seal=seal, total=total)
 
     @contextmanager
     def _leave_on_error(self) -> Iterator[None]:

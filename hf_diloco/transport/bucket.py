@@ -18,11 +18,15 @@ from hf_diloco.sealing.stored import BLOCK_OVERHEAD, BlockSeal
 from hf_diloco.store.backends import PART_BYTES
 from hf_diloco.store.objects import ObjectStore
 from hf_diloco.transport.base import BLOCK_VALUES, Observer, RateLimit, Traffic, weighted_mean
-from hf_diloco.transport.objects import BlockReader, LoadedBlock, ObjectInfo, digest_of, find_cover
+from hf_diloco.transport.objects import MAX_BLOCK_VALUES, BlockReader, LoadedBlock, ObjectInfo, digest_of, find_cover
 
 OBJECT_BLOCK_VALUES = 1 << 20
 """Values in a block of an object, the smallest unit that can be read and checked by itself: 4 MiB of fp32, large
 enough to outweigh a request's round trip, and small enough to waste little at the two ends of a range."""
+
+MAX_DIGESTS = 1 << 14
+"""Limit of blocks in an island's objects together: its offer, a record of limited size, holds a digest of each.
+Blocks of larger models are larger, up to `MAX_BLOCK_VALUES`."""
 
 
 class BucketExchange:
@@ -42,6 +46,7 @@ class BucketExchange:
     Args:
         start: canonical index of the first value of this rank's range; a multiple of the codecs' `block_values`.
         length: values in the range; may be 0.
+        total: values in the ranges of all of the island's ranks; default: `length`.
         num_transfers: range reads, or digests, at a time.
         rate_limit: for all that is published; default: none.
         seal: encrypts published objects, and opens those that are read; default: no encryption.
@@ -55,6 +60,7 @@ class BucketExchange:
         num_transfers: int = 4,
         rate_limit: RateLimit | None = None,
         seal: BlockSeal | None = None,
+        total: int | None = None,
     ) -> None:
         if start < 0 or length < 0 or num_transfers < 1:
             raise ValueError(f"start {start} and length {length} must be >= 0, num_transfers {num_transfers} >= 1")
@@ -65,25 +71,34 @@ class BucketExchange:
         self._pace = rate_limit.pace if rate_limit else None
         self.start = start
         self.length = length
+        self.total = length if total is None else total
 
     @property
     def end(self) -> int:
         """Canonical index after the last value of this rank's range."""
         return self.start + self.length
 
+    @property
+    def block_values(self) -> int:
+        """Values in a block of the objects that this rank writes."""
+        size = OBJECT_BLOCK_VALUES
+        while self.total > MAX_DIGESTS * size and size < MAX_BLOCK_VALUES:
+            size *= 2
+        return size
+
     def publish(self, values: torch.Tensor, path: str, codec: Codec) -> tuple[ObjectInfo, Traffic]:
         """Writes `values` (fp32, host, contiguous, `length`; unchanged) as the object `path`, unless there are
         none."""
         self._check(values, codec)
-        num_bytes = codec.num_bytes(self.length)
+        num_bytes, block_values = codec.num_bytes(self.length), self.block_values
         code = values.view(torch.uint8) if codec.is_exact else torch.empty(num_bytes, dtype=torch.uint8)
         if self._seal:
-            num_bytes += -(-self.length // OBJECT_BLOCK_VALUES) * BLOCK_OVERHEAD
+            num_bytes += -(-self.length // block_values) * BLOCK_OVERHEAD
         stored = torch.empty(num_bytes, dtype=torch.uint8) if self._seal else code
         with ThreadPoolExecutor(self._num_transfers, "hf-diloco-publish") as pool:
             digests = []
-            for number, low in enumerate(range(0, self.length, OBJECT_BLOCK_VALUES)):
-                block = values[low : low + OBJECT_BLOCK_VALUES]
+            for number, low in enumerate(range(0, self.length, block_values)):
+                block = values[low : low + block_values]
                 place = codec.locate(low, low + block.numel())
                 part = code[place]
                 if not codec.is_exact:
@@ -106,7 +121,7 @@ class BucketExchange:
                 start=self.start,
                 length=self.length,
                 num_bytes=num_bytes,
-                block_values=OBJECT_BLOCK_VALUES,
+                block_values=block_values,
                 digests=[digest.result() for digest in digests],
                 is_sealed=self._seal is not None,
             )

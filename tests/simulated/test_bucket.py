@@ -17,9 +17,11 @@ from hypothesis import given, settings, strategies as st
 
 from hf_diloco.codecs import CODECS, Codec
 from hf_diloco.errors import PayloadError, StoreError
+from hf_diloco.membership.round_records import OfferRecord
 from hf_diloco.sealing.stored import BlockSeal
 from hf_diloco.store.backends import PART_BYTES
 from hf_diloco.store.objects import ObjectStore
+from hf_diloco.store.signing import Seal
 from hf_diloco.transport import bucket
 from hf_diloco.transport.base import RateLimit, Traffic, weighted_mean
 from hf_diloco.transport.bucket import BucketExchange
@@ -388,6 +390,40 @@ def test_codes_cut_within_a_block_are_refused(store: ObjectStore, payload: str) 
     with pytest.raises(ValueError, match=rf"no block of {payload} begins at value {within}"):
         exchange.average([[read_info(record) for record in records]], [1.0], codec, torch.zeros(10))
     assert not store.list("within")
+
+
+def test_blocks_grow_with_the_model(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Islands of other numbers of ranks, and those whose blocks are smaller, read the same values."""
+    size, bounds, num_islands = 13 * BLOCK, [0, 5 * BLOCK, 9 * BLOCK + 3, 13 * BLOCK], 2
+    values = [make_values(0, island, size) for island in range(num_islands)]
+    parts = [publish(store, "0", values[0], [0, size], FP32), []]
+    monkeypatch.setattr(bucket, "MAX_DIGESTS", 4)
+    for low, high in pairwise(bounds):
+        exchange = BucketExchange(store, low, high - low, total=size)
+        parts[1].append(exchange.publish(values[1][low:high], f"1/{low}", FP32)[0])
+    assert [info.block_values for info in parts[1]] == [4 * BLOCK] * 3
+    assert same_bits(average(store, parts, [1.0, 1.0], FP32, [0, 3, size]), weighted_mean(values, [1.0, 1.0], keep=0))
+
+
+@pytest.mark.usefixtures("full_blocks")
+@pytest.mark.parametrize("billions", [17, 70, 274])
+def test_the_offer_of_a_large_model_fits_in_a_record(store: ObjectStore, billions: int) -> None:
+    total, num_ranks = billions * 10**9, NUM_LANES
+    length = total // num_ranks // CODEC_BLOCK * CODEC_BLOCK
+    exchange = BucketExchange(store, 0, length, total=total)
+    digests = ["0" * 64] * -(-length // exchange.block_values)
+    path = f"payloads/00000001/00000-000001-{'0' * 16}/rank-00063.bin"
+    sizes: dict[str, Any] = {
+        "start": length,
+        "length": length,
+        "num_bytes": 4 * length,
+        "block_values": exchange.block_values,
+    }
+    info = ObjectInfo(path=path, codec="fp32", digests=digests, **sizes)
+    offer = OfferRecord(
+        island=0, incarnation=1, serial=0, steps=1, weight=1.0, norm=1.0, state="0", objects=[info.model_dump()] * 64
+    )
+    Seal(bytes(16), "run", encrypt=True).wrap("rounds/00000001/00/offers/00000-000001-000000.json", offer.model_dump())
 
 
 # Own values, observers, traffic
