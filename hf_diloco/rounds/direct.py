@@ -46,7 +46,7 @@ from hf_diloco.store.values import LINKS, ValueStore
 from hf_diloco.transport.base import Lane, Observer, RateLimit, Traffic
 from hf_diloco.transport.bucket import BucketExchange
 from hf_diloco.transport.mesh import MeshExchange, Watch
-from hf_diloco.transport.objects import ObjectInfo, read_info
+from hf_diloco.transport.objects import ObjectInfo
 from hf_diloco.transport.transfers import LossNotes
 from hf_diloco.utils.waiting import WaitNotes
 
@@ -61,7 +61,7 @@ class MeanRecord(Record):
 
     rank: Number
     num_ranks: int = Field(ge=1, le=4096)
-    object: dict[str, Any]
+    object: ObjectInfo
 
 
 @dataclass(eq=False, repr=False)
@@ -205,7 +205,7 @@ class DirectEngine(Engine):
         folder = f"payloads/{planned.round:08d}/mean-{self.author}"
         try:
             info, _ = self.bucket.publish(mean, f"{folder}/rank-{self.ranks.rank:05d}.bin", CODECS["fp32"])
-            record = MeanRecord(rank=self.ranks.rank, num_ranks=self.ranks.size, object=info.model_dump())
+            record = MeanRecord(rank=self.ranks.rank, num_ranks=self.ranks.size, object=info)
             self.log.put(f"{_mean_folder(planned)}/rank-{self.ranks.rank:05d}.json", record)
         except DiLoCoError as error:
             logger.warning("the average of round %d is not in the store: %s", planned.round, error)
@@ -220,7 +220,7 @@ class DirectEngine(Engine):
         whole = [record for record in records if record is not None]
         if not whole or [record.rank for record in whole] != list(range(whole[0].num_ranks)):
             return None
-        return [read_info(record.object) for record in whole]
+        return [record.object for record in whole]
 
 
 def _mean_folder(attempt: Attempt) -> str:

@@ -313,6 +313,21 @@ def test_a_missed_round_names_who_may_still_hold_its_average(tmp_path: Path, fas
         late.session.sync()
 
 
+def test_an_average_whose_record_makes_no_sense_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has the seal of the run, so one of its islands wrote it, perhaps of another version."""
+    meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.1, snapshot_every=100, **ENGINES["mesh"])
+    first, late = run_islands(2, lambda island: meeting.island(island).train(2))
+    number = late.session.outer.round + 1
+    first.train_to(number)
+    first.session.rounds.wait_for_uploads()
+    log, path = log_of(meeting), f"rounds/{number:08d}/00/mean/rank-00000.json"
+    log.store.put(path, log.seal.wrap(path, {"rank": 0, "num_ranks": 1, "object": {}}))
+    first.session.rounds.archive.rescue_average()
+    assert f"{path} is no MeanRecord of this version" in caplog.text
+    late.sync()
+    assert late.hash == first.hash
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_damaged_round_is_missed_until_there_is_a_snapshot(tmp_path: Path, engine: str) -> None:
     meeting = Meeting(tmp_path, 2, min_islands=1, grace=0.1, snapshot_every=4, **ENGINES[engine])
