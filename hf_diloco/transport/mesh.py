@@ -300,7 +300,7 @@ class MeshExchange(Exchange):
         if isinstance(error, IslandLostError):
             (peer,) = error.islands
             first = self._notes.find_first(peer, timed_out=deadline.is_over)
-            if first != peer:
+            if first != peer and first in self._peers:  # a note may hold any number
                 error = self.links.lost(first, f"as {self.links.parties.name(peer)} found")
         self.close()
         return error

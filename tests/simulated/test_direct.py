@@ -17,6 +17,7 @@ from hypothesis import given, settings, strategies as st
 from hf_diloco.codecs import CODECS
 from hf_diloco.errors import DamagedTransferError, ExchangeError, ForgedError, IslandLostError, PayloadError
 from hf_diloco.rounds.direct import Range, SegmentedMesh, check_ranges, cut
+from hf_diloco.sealing.channel import Parties
 from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.store.log import RunLog
 from hf_diloco.store.objects import ObjectStore
@@ -506,6 +507,30 @@ def test_a_forged_note_of_loss_does_not_hide_the_loss(folder: Folder) -> None:
     assert isinstance(outcome, BaseException)
     with pytest.raises(IslandLostError):
         raise outcome
+
+
+@pytest.mark.parametrize("note", ["7", "-1"])
+def test_a_note_of_loss_that_names_no_island_names_its_author(folder: Folder, note: str) -> None:
+    has_ended = threading.Event()
+
+    def run(island: int) -> None:
+        store = folder.store()
+        exchange = MeshExchange(Lane(store, "a", island, 3, LOCALHOST, LONG, parties=Parties((4, 8, 9))))
+        if island == 0:
+            try:
+                exchange.average(torch.ones(4), [1, 1, 1], FP32)
+            finally:
+                has_ended.set()
+        if island == 1:
+            store.set("lost/a/1", note)
+        else:
+            assert has_ended.wait(LONG)
+        exchange.close()
+
+    outcome, _, _ = try_islands(3, run)
+    assert isinstance(outcome, IslandLostError)
+    assert outcome.islands == (1,)
+    assert "island 8" in str(outcome)
 
 
 # Proofs of the key
