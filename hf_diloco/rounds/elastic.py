@@ -374,6 +374,8 @@ class ElasticSession(BaseSession):
                     break
                 wait.look(others)
                 self._clock.sleep(LOOK_SECONDS)
+        except StoreError as error:
+            logger.info("the store ends without the other islands' last words: %s", error)
         finally:
             host.close()
 

@@ -324,6 +324,16 @@ def test_a_session_that_cannot_be_opened_leaves_no_port_taken(tmp_path: Path, fr
     session.leave(finished=False)
 
 
+def test_a_store_whose_disk_is_gone_fails_no_finished_training(tmp_path: Path, free_port: int) -> None:
+    common: dict[str, Any] = {"num_islands": 1, "max_islands": 2, "exchange": "bucket", "exchange_timeout": 0.5}
+    config = DiLoCoConfig(island=0, rendezvous=f"tcp://127.0.0.1:{free_port}", **common)
+    session = open_session(config, IslandGroup(), folder=tmp_path)
+    session.join(shards_of(0), tmp_path / "0")
+    shutil.rmtree(tmp_path / "rendezvous" / "objects")
+    session.leave(finished=True)
+    socket.create_server(("127.0.0.1", free_port)).close()
+
+
 @pytest.mark.parametrize(
     ("settings", "has_store"),
     [({}, False), ({}, True), ({"min_islands": 1}, False)],
