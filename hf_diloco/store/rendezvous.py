@@ -215,7 +215,7 @@ class StoreHost:
     Without a folder they are in memory, and lost when this host ends.
 
     Raises `RendezvousError` if the port is in use, HOST is not this machine, the folder cannot be written or is served
-    by another process, or traffic would cross a public network.
+    by another process, traffic would cross a public network, or too few file descriptors are left.
     """
 
     def __init__(self, config: Place, folder: Path | None = None, unit: str = "island") -> None:
@@ -239,37 +239,60 @@ class StoreHost:
                 f"({error.strerror or error}): choose another output_dir, with space for a few copies of the model"
             ) from None
         self._process = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: Exception | None = None
+        self._is_up, self._over = threading.Event(), asyncio.Event()
         self._serving = Serving(app, listener)
-        self._thread = threading.Thread(target=self._serve, name="hf-diloco-store", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(listener,), name="hf-diloco-store", daemon=True)
         try:
             self._thread.start()
+            self._is_up.wait()
         except BaseException:  # such as Ctrl-C during start: a running thread would keep the port
             deadline = time.monotonic() + _START_SECONDS
             while not self._thread.is_alive() and time.monotonic() < deadline:
                 time.sleep(0.001)
             self.close()
             raise
+        if self._failure:
+            self._thread.join()
+            raise RendezvousError(
+                f"cannot serve the rendezvous at {config.rendezvous}: {self._failure}. Raise the limit of open files "
+                f"(ulimit -n) of {unit} 0, if these are too many"
+            ) from None
         if folder:
             logger.info("islands meet here, at %s; what they leave for each other is in %s", config.rendezvous, folder)
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._answer())
-        self._loop.close()
+    def _serve(self, listener: socket.socket) -> None:
+        try:
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_until_complete(self._answer())
+        except Exception as error:
+            if self._is_up.is_set():
+                raise
+            self._failure = error
+        finally:
+            listener.close()
+            if self._loop:
+                self._loop.close()
+            self._is_up.set()
 
     async def _answer(self) -> None:
-        await self._serving.begin()
-        await self._over.wait()
-        await self._serving.end()
+        try:
+            await self._serving.begin()
+            self._is_up.set()
+            await self._over.wait()
+        finally:
+            await self._serving.end()
 
     def close(self) -> None:
         """Stops serving; returns when the port is free."""
         if os.getpid() != self._process:  # a forked process does not have the thread
             return
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._over.set)
+            self._is_up.wait()
+            if self._loop:
+                self._loop.call_soon_threadsafe(self._over.set)
             if threading.current_thread() is not self._thread:  # the garbage collector may call this on that thread
                 self._thread.join()
 

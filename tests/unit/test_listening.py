@@ -204,6 +204,47 @@ def test_who_has_no_files_left_to_meet_others_says_so_at_once() -> None:
     assert len(found) == 4, said
 
 
+HOST_WITHOUT_FILES = """
+import os, resource, threading
+from hf_diloco.config.diloco import DiLoCoConfig
+from hf_diloco.errors import RendezvousError
+from hf_diloco.store.rendezvous import StoreHost
+config = DiLoCoConfig(num_islands=2, rendezvous="tcp://127.0.0.1:PORT")
+StoreHost(config).close()  # so that all is imported
+for thread in threading.enumerate():
+    if thread.name == "hf-diloco-door":
+        thread.join()  # until then it holds files
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+for num_left in range(20):
+    taken = []
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    for file in taken[:num_left]:
+        os.close(file)
+    try:
+        StoreHost(config).close()
+        print("it serves")
+        break
+    except RendezvousError as error:
+        print(error)
+    finally:
+        for file in taken[num_left:]:
+            os.close(file)
+"""
+
+
+@pytest.mark.distributed
+def test_who_has_no_files_left_to_keep_the_store_says_so_and_keeps_no_port(free_port: int) -> None:
+    """Neither a port that nobody answers, which the next try would find in use."""
+    said = run([sys.executable, "-c", HOST_WITHOUT_FILES.replace("PORT", str(free_port))]).output
+    found = re.findall(r"^cannot (\w+) the rendezvous at .*Too many open files", said, re.MULTILINE)
+    assert found == ["open", "serve", "serve", "serve", "serve"], said
+    assert re.search("^it serves$", said, re.MULTILINE), said
+
+
 @pytest.mark.usefixtures("limits")
 def test_the_soft_limit_of_files_becomes_the_hard_one() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
