@@ -232,14 +232,15 @@ class BaseSession(ABC):
         """
         if self.outer.on_boundary:
             return
-        steps = counted(self.outer.steps, "step")
         if self.is_over:
             self.outer.write_masters()
-            text = "the run ended with round %d, without the loop's last %s: the model holds the run's result"
-            logger.warning(text, self.outer.round, steps)
-        else:
-            text = "the loop ended %s after the last synchronisation: the model holds this island's own weights"
-            logger.warning(text, steps)
+        if self.island.is_leader:
+            text = (
+                "the loop ended %s after the last synchronisation, round %d: the model holds this island's own weights"
+            )
+            if self.is_over:
+                text = "the loop's last %s are not in the run, which ended with round %d: the model holds its result"
+            logger.warning(text, counted(self.outer.steps, "step"), self.outer.round)
 
     @property
     def _has_begun_all(self) -> bool:

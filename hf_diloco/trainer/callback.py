@@ -154,6 +154,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts the step, and runs a round if one is due."""
         session = self._need_session()
+        control.should_log |= self._need_record().has_round_for_trackers  # one that a save or evaluation waited for
         if session.is_over:
             self._end_with_the_run(state, control)
             return
@@ -239,7 +240,6 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         self.moved_at_end = session.is_over or state.global_step >= state.max_steps  # by a round since the checkpoint
         if trainer is not None:
             self._replace(trainer, "_finalize_training", self._finish)
-        if trainer is not None and self.config.eval_weights == "outer":
             self._replace(trainer, "_evaluate", self._evaluate)
         self._record = self._open_record(args, state, shards, resumed=checkpoint is not None)
         if session.speaks_for_all:
@@ -294,7 +294,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         return self._outer.on_boundary or self._shows_outer
 
     def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
-        return nullcontext() if self._need_session().has_left else self.outer_weights()
+        shows_outer = self.config.eval_weights == "outer" and not self._need_session().has_left
+        return self.outer_weights() if shows_outer else nullcontext()
 
     def _finish(self, trainer: Trainer, finish: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the Trainer's `_finalize_training`, which logs to trackers; then raises what ended training early."""
@@ -350,12 +351,8 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
     def _end_with_the_run(self, state: TrainerState, control: TrainerControl) -> None:
         """Ends training with the final model: the other islands have completed the run's last round."""
         self._outer.write_masters()
-        logger.info(
-            "the run's %d rounds are complete, after %d of this island's %d steps",
-            self._outer.round,
-            state.global_step,
-            state.max_steps,
-        )
+        text = "the run's %d rounds are complete, after %d of this island's %d steps"
+        logger.info(text, self._outer.round, state.global_step, state.max_steps)
         control.should_save = True
         control.should_training_stop = True
 

@@ -22,7 +22,7 @@ from hf_diloco.outer.checkpoint import RECORD, find_complete, last_of_earlier_ro
 from hf_diloco.outer.saved_state import save_state
 from hf_diloco.outer.schedule import count_rounds
 from hf_diloco.rounds.measures import SyncReport
-from hf_diloco.rounds.open import open_session
+from hf_diloco.rounds.open import abandon_last, open_session
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import check_count, check_prepared, check_weight, path_given, settings_of
 from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
@@ -146,6 +146,7 @@ class OuterLoop(HasOuterWeights):
         if self._session is None or self._session.has_left:
             refuse(settings_of(self._accelerator, self._optimizer), "loop")
             island = IslandGroup(timeout=self.config.longest_wait)
+            abandon_last(self.config, island)  # of a loop that was never entered, in a process that lives on
             self._session = open_session(self.config, island, self._is_asked_to_stop, folder=self._folder)
         return self._session
 
@@ -224,7 +225,7 @@ class OuterLoop(HasOuterWeights):
             weight: examples or tokens of this step, over all ranks; required unless `weight_by` is "uniform".
 
         Returns:
-            The figures of the round that ended with this step, if one did.
+            The figures of the round that ended with this step, if one did; `report` has those of the last round.
 
         Raises:
             ExchangeError: an island was lost; the state is unchanged, and `save_state` still works.

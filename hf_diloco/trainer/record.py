@@ -230,6 +230,11 @@ class IslandRecord(Record):
         """Queues an evaluation loss of the outer parameters for trackers; `name` as `name_evaluated` returns it."""
         self._for_trackers[f"diloco/outer_{name}loss"] = loss
 
+    @property
+    def has_round_for_trackers(self) -> bool:
+        """Whether a round's metrics are queued for trackers."""
+        return "diloco/round" in self._for_trackers
+
     def take_for_trackers(self) -> dict[str, float]:
         """Returns and clears the metrics queued for trackers, as `diloco/*`."""
         taken, self._for_trackers = self._for_trackers, {}

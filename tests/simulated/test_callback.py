@@ -951,6 +951,15 @@ def test_trls_trainer_takes_the_callback(tmp_path: Path, monkeypatch: pytest.Mon
     assert complete_steps(tmp_path) == [4]
 
 
+def test_trackers_see_rounds_that_a_checkpoint_waited_for(tmp_path: Path) -> None:
+    callback = DiLoCoCallback(sync_every=4, num_fragments=2, fragment_sync_delay=1)
+    chosen: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 100}
+    trainer = make_trainer(tmp_path, callback, max_steps=16, **chosen)
+    trainer.train()
+    logged = [entry["diloco/round"] for entry in trainer.state.log_history if "diloco/round" in entry]
+    assert logged[:6] == [1, 2, 3, 4, 5, 6]
+
+
 def make_tokenizer() -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

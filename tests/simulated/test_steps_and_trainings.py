@@ -39,6 +39,7 @@ from hf_diloco.transport.open import MemoryTransport
 from hf_diloco.utils.files import PROGRESS_FILE
 from tests.clocks import AT_ONCE, LONG, wait_until
 from tests.islands import Beside, interrupted_after, run_islands, try_islands
+from tests.loops import make_loop
 from tests.programs.trainer_island import Tokens, make_model
 from tests.records import events
 from tests.trainers import make_trainer
@@ -457,6 +458,34 @@ def test_a_training_that_ended_in_an_error_goes_on(
         again = trainer
     again.train(resume_from_checkpoint=True)
     assert (callback.round, again.state.global_step, callback.stopped) == (2, 4, False)
+
+
+def test_an_error_in_an_evaluation_before_the_first_step_is_told_to_the_others(tmp_path: Path) -> None:
+    """Whichever weights it is of."""
+
+    def fail(_: Any) -> dict[str, float]:
+        raise RuntimeError("no such metric")
+
+    common: dict[str, Any] = {"num_islands": 2, "min_islands": 1, "island": 0, "eval_weights": "inner"}
+    callback = DiLoCoCallback(sync_every=2, rendezvous=f"file://{tmp_path}/store", join_timeout=0.5, **common)
+    trainer = make_trainer(tmp_path / "run", callback, eval_on_start=True)
+    trainer.compute_metrics = fail
+    with pytest.raises(RuntimeError, match="no such metric"):
+        trainer.train()
+    assert callback._need_session().has_left
+
+
+def test_a_loop_that_was_never_entered_blocks_no_other(tmp_path: Path, free_port: int) -> None:
+    """In a notebook, after an interrupt between `common_checkpoint` and the loop."""
+    common: dict[str, Any] = {"num_islands": 2, "min_islands": 1, "island": 0, "join_timeout": 0.5}
+    common |= {"rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 1}
+    never_entered, _ = make_loop(tmp_path, **common)
+    never_entered.common_checkpoint()
+    again, _ = make_loop(tmp_path, **common, num_steps=1)
+    assert again.common_checkpoint() is None
+    with again:
+        again.step()
+    assert again.round == 1
 
 
 def test_after_an_error_the_trainer_trains_by_itself(tmp_path: Path) -> None:

@@ -110,8 +110,9 @@ class _SimulatedCallback(DiLoCoCallback):
         return self._session
 
     def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
-        with self._turns.others():
-            self._drain()
+        if self.config.eval_weights == "outer":
+            with self._turns.others():
+                self._drain()
         return super()._evaluated_weights(trainer)
 
     common_checkpoint = _while_others_go_on(DiLoCoCallback.common_checkpoint)
