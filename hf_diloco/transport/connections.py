@@ -31,7 +31,7 @@ from hf_diloco.transport.base import Lane, Traffic
 from hf_diloco.transport.handshake import End
 from hf_diloco.transport.meeting import Meeting
 from hf_diloco.transport.transfers import Deadline, Failure, Transfers, Waiter, Work, reason
-from hf_diloco.utils.listening import GlooListener
+from hf_diloco.utils.listening import GlooListener, closed_in_forks
 from hf_diloco.utils.threads import call_within, outlive_gloo
 
 PROBE_SECONDS = 0.5
@@ -76,7 +76,7 @@ class Connections:
         if self._peers:
             deadline = Deadline(lane.timeout)
             try:
-                with Meeting(lane, deadline) as meeting:
+                with Meeting(lane, deadline) as meeting, closed_in_forks():
                     self.groups = _connect_all(meeting, lane, deadline)
             except (IslandLostError, StoreError, RuntimeError, TimeoutError) as error:
                 raise _not_connected(error, lane, deadline) from None

@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from hf_diloco.utils.urls import host_and_port
@@ -147,6 +147,33 @@ class GlooListener:
             self.door.close()
 
 
+@contextlib.contextmanager
+def closed_in_forks() -> Iterator[None]:
+    """Sockets that are opened inside the block are closed in processes that this one forks later.
+
+    Otherwise a DataLoader's workers, which survive the kill of this process for some seconds, or for as long as they
+    are busy, would keep its connections open: the other ends could not notice the kill.
+    """
+    before = {inode for inode, _ in _socket_files()}
+    try:
+        yield
+    finally:
+        _own_sockets.update({inode for inode, _ in _socket_files()} - before)
+
+
+def _close_own_sockets() -> None:
+    if _own_sockets:
+        for inode, file in _socket_files():
+            if inode in _own_sockets:
+                os.close(file)
+
+
+_own_sockets: set[int] = set()
+"""Inodes of the sockets that forked processes close; unlike descriptors they do not soon belong to something else."""
+
+os.register_at_fork(after_in_child=_close_own_sockets)
+
+
 def keep_door(door: Door, owner: object) -> Callable[[], object]:
     """Stops a port from answering while the process has few file descriptors left, as long as `owner` lives; returns a
     function that ends this earlier.
@@ -220,16 +247,24 @@ class _Socket(NamedTuple):
     is_listening: bool
 
 
-def _sockets() -> list[_Socket]:
-    """Lists this process's sockets."""
+def _socket_files() -> list[tuple[int, int]]:
+    """Returns inode and descriptor of this process's sockets."""
     found = []
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
-                found.append(_Socket(int(name), one.getsockname(), is_listening))
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.append((status.st_ino, int(name)))
+    return found
+
+
+def _sockets() -> list[_Socket]:
+    """Lists this process's sockets."""
+    found = []
+    for _, file in _socket_files():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+            is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+            found.append(_Socket(file, one.getsockname(), is_listening))
     return found
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 import struct
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +71,29 @@ def joined(num_ends: int, num_connections: int, talk: Callable[[int, Connections
             links.close()
 
     return list(try_islands(num_ends, run))
+
+
+def test_a_forked_process_holds_no_connection() -> None:
+    """It may outlive this one, whose kill the other ends are to notice."""
+
+    def talk(end: int, links: Connections) -> int:
+        if child := os.fork():
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        names = [name for name in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{name}").is_socket()]
+        with contextlib.suppress(OSError):
+            os._exit(sum(is_connected(int(name)) for name in names))
+        os._exit(100)
+
+    before = sum(is_connected(int(name)) for name in os.listdir("/proc/self/fd"))
+    assert joined(2, 2, talk) == [before, before]
+
+
+def is_connected(file: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(file)) as one:
+            return one.family == socket.AF_INET and bool(one.getpeername())
+    except OSError:
+        return False
 
 
 # What goes over them
