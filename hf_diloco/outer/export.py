@@ -28,6 +28,9 @@ _COMPILED = "_orig_mod."  # put before names by torch.compile
 _ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)")
 """Finds the adapter's name in a parameter's name: "default", unless `get_peft_model` was given another name."""
 
+_HALF = re.compile(r"(.*\.lora_(?:embedding_)?)([AB])(?:\.weight)?")
+"""Splits the name in files of one of the two matrices of LoRA; each needs the other."""
+
 _PROMPTS = {
     "prompt_encoder.embedding.weight": "prompt_embeddings",
     "prompt_encoder.prefix_task_cols": "prefix_task_cols",
@@ -151,20 +154,37 @@ def _find_adapter(source: Path, parameters: Iterable[str]) -> tuple[str, Path | 
 def _in_files_of_peft(
     checkpoint: Path, adapter: str, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns the outer parameters under PEFT's names for files, with all else that PEFT wrote of the adapter.
+    """Returns the outer parameters under PEFT's names for files, with what else the checkpoint has of the adapter.
 
     Raises:
-        CheckpointError: PEFT's files would hold prompts that it computes from the parameters.
+        CheckpointError: PEFT's files would hold prompts that it computes from the parameters; or the checkpoint has
+            only one of two matrices.
     """
+    written = [checkpoint / ADAPTER, checkpoint / adapter / ADAPTER]
+    saved = next((load_file(path) for path in written if path.is_file()), None)
     place = re.compile(rf"(?:\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
+    if saved is None:  # an Accelerator writes the whole model
+        parameters = {**{name: one for name, one in _read_model(checkpoint) if place.search(name)}, **parameters}
     found = {_name_in_file(place.sub("", name)): value.clone() for name, value in parameters.items()}
+    found = {**(saved or {}), **found}
     if any(name.startswith("prompt_encoder.") for name in found):
         raise CheckpointError(
             f"{checkpoint} holds the parameters that prompts are computed from, but PEFT's files hold the prompts: "
             "make those files where the model is trained, by save_model within outer_weights()"
         )
-    written = [checkpoint / ADAPTER, checkpoint / adapter / ADAPTER]
-    return {**next((load_file(path) for path in written if path.is_file()), {}), **found}
+    _refuse_halves(checkpoint, found)
+    return found
+
+
+def _refuse_halves(checkpoint: Path, found: Iterable[str]) -> None:
+    halves = {(half[1], half[2]) for half in map(_HALF.fullmatch, found) if half}
+    for name, half in sorted(halves):
+        other = "B" if half == "A" else "A"
+        if (name, other) not in halves:
+            raise CheckpointError(
+                f"{checkpoint} has values of {name}{half}, but none of {name}{other}, which was not trained: make the "
+                "adapter's files where the model is trained, by save_model within outer_weights()"
+            )
 
 
 def _name_in_file(name: str) -> str:
@@ -184,9 +204,8 @@ def _make_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tens
     if kind is None:
         raise CheckpointError(f"{source / CONFIG} names no model of transformers ({config.architectures})")
     config.dtype = torch.float32
-    frozen = {name: value for path in checkpoint.glob("model*.safetensors") for name, value in _read(path)}
     model, report = kind.from_pretrained(
-        None, config=config, state_dict=frozen, dtype=torch.float32, output_loading_info=True
+        None, config=config, state_dict=dict(_read_model(checkpoint)), dtype=torch.float32, output_loading_info=True
     )
     own = dict(model.named_parameters())
     _refuse_unknown(checkpoint, parameters, own)
@@ -213,5 +232,8 @@ def _refuse_unknown(
             )
 
 
-def _read(path: Path) -> list[tuple[str, torch.Tensor]]:
-    return list(load_file(path).items())
+def _read_model(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what the Trainer or an Accelerator wrote of the model by name, trained or not."""
+    for path in checkpoint.glob("model*.safetensors"):
+        for name, value in load_file(path).items():
+            yield name.replace(_COMPILED, ""), value

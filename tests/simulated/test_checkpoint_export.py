@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import (
@@ -22,7 +23,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_diloco import DiLoCoCallback
+from hf_diloco import DiLoCoCallback, DiLoCoConfig, OuterLoop
 from hf_diloco.cli.main import app
 from hf_diloco.config.base import ENV_FOLDER
 from hf_diloco.errors import CheckpointError, ConfigError
@@ -201,6 +202,37 @@ def test_adapters_of_all_kinds_are_as_peft_saves_them(kind: str, name: str, tmp_
     found = dict(loaded.named_parameters())
     for one, value in expected.items():
         assert torch.equal(found[re.sub(rf"\.{name}(?=\.|$)", ".default", one)], value), one
+
+
+def save_in_loop(folder: Path, model: torch.nn.Module) -> Path:
+    """Returns a checkpoint of the model, as `OuterLoop` writes it."""
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad])
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    config = DiLoCoConfig(sync_every=2, outer_momentum=0.5)
+    with OuterLoop(accelerator, model, optimizer, config, output_dir=folder) as outer:
+        checkpoint = outer.save_checkpoint()
+    assert checkpoint is not None
+    return checkpoint
+
+
+@pytest.mark.parametrize("frozen", ["lora_A", "layers.0."])
+def test_adapters_of_a_loop_keep_what_is_not_trained(frozen: str, tmp_path: Path) -> None:
+    """LoRA-FA trains half of each adapter. PEFT drew the other half anew."""
+    model = make_model(lora=True, tied=False, seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and frozen not in name)
+    model.save_pretrained(tmp_path / "start")
+    checkpoint = save_in_loop(tmp_path / "run", model)
+    export(checkpoint, index := read_index(checkpoint), tmp_path / "adapter", tmp_path / "start")
+    start = load_file(tmp_path / "start" / "adapter_model.safetensors")
+    made = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert made.keys() == start.keys()
+    assert all(torch.equal(made[name], start[name]) for name in start)
+    (checkpoint / "model.safetensors").unlink()  # sharded checkpoints of FSDP2 have none
+    if frozen == "lora_A":
+        with pytest.raises(CheckpointError, match=r"has values of \S+lora_B, but none of \S+lora_A, which was not"):
+            export(checkpoint, index, tmp_path / "half", tmp_path / "start")
 
 
 def test_prompts_that_are_computed_are_refused(tmp_path: Path) -> None:
