@@ -101,9 +101,9 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
     adapter, settings = _find_adapter(source, parameters)
     adapters, model = {}, None
     if settings is not None:
-        adapters = _in_files_of_peft(checkpoint, adapter, parameters)
+        adapters = _in_files_of_peft(checkpoint, index, adapter, parameters)
     elif (source / CONFIG).is_file():
-        model = _make_model(source, checkpoint, parameters)
+        model = _make_model(source, checkpoint, index, parameters)
     else:
         raise ConfigError(
             f"{'--like ' if like else ''}{source} has no {CONFIG}: give a folder that has the model's by --like, such "
@@ -152,7 +152,7 @@ def _find_adapter(source: Path, parameters: Iterable[str]) -> tuple[str, Path | 
 
 
 def _in_files_of_peft(
-    checkpoint: Path, adapter: str, parameters: Mapping[str, torch.Tensor]
+    checkpoint: Path, index: OuterIndex, adapter: str, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Returns the outer parameters under PEFT's names for files, with what else the checkpoint has of the adapter.
 
@@ -164,7 +164,8 @@ def _in_files_of_peft(
     saved = next((load_file(path) for path in written if path.is_file()), None)
     place = re.compile(rf"(?:\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     if saved is None:  # an Accelerator writes the whole model
-        parameters = {**{name: one for name, one in _read_model(checkpoint) if place.search(name)}, **parameters}
+        whole = _read_model(checkpoint, index)
+        parameters = {**{name: value for name, value in whole.items() if place.search(name)}, **parameters}
     found = {_name_in_file(place.sub("", name)): value.clone() for name, value in parameters.items()}
     found = {**(saved or {}), **found}
     if any(name.startswith("prompt_encoder.") for name in found):
@@ -195,7 +196,7 @@ def _name_in_file(name: str) -> str:
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
-def _make_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tensor]) -> Any:
+def _make_model(source: Path, checkpoint: Path, index: OuterIndex, parameters: dict[str, torch.Tensor]) -> Any:
     import transformers
     from transformers import AutoConfig
 
@@ -204,8 +205,9 @@ def _make_model(source: Path, checkpoint: Path, parameters: dict[str, torch.Tens
     if kind is None:
         raise CheckpointError(f"{source / CONFIG} names no model of transformers ({config.architectures})")
     config.dtype = torch.float32
+    saved = _read_model(checkpoint, index)
     model, report = kind.from_pretrained(
-        None, config=config, state_dict=dict(_read_model(checkpoint)), dtype=torch.float32, output_loading_info=True
+        None, config=config, state_dict=saved, dtype=torch.float32, output_loading_info=True
     )
     own = dict(model.named_parameters())
     _refuse_unknown(checkpoint, parameters, own)
@@ -232,8 +234,8 @@ def _refuse_unknown(
             )
 
 
-def _read_model(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what the Trainer or an Accelerator wrote of the model by name, trained or not."""
-    for path in checkpoint.glob("model*.safetensors"):
-        for name, value in load_file(path).items():
-            yield name.replace(_COMPILED, ""), value
+def _read_model(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Tensor]:
+    """Returns what the Trainer or an Accelerator wrote of the model by name, trained or not."""
+    recorded = checkpoint / f"{index.data.get('weights', 'model')}.safetensors"  # if an Accelerator has several models
+    paths = [recorded] if recorded.is_file() else checkpoint.glob("model[.-]*safetensors")
+    return {name.replace(_COMPILED, ""): value for path in paths for name, value in load_file(path).items()}

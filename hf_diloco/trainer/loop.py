@@ -29,7 +29,7 @@ from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from hf_diloco.trainer.progress import Progress, Speed, launchers_folder
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.refusals import refuse
-from hf_diloco.trainer.saving import save_accelerator
+from hf_diloco.trainer.saving import save_accelerator, weights_name
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.views import HasOuterWeights
 
@@ -341,7 +341,8 @@ class OuterLoop(HasOuterWeights):
         self._drain()
 
     def _write_outer(self, folder: Path, is_last: bool = True) -> None:
-        save_state(self._need_session().outer, folder, self.global_step, {"steps": self.global_step}, is_last)
+        data = {"steps": self.global_step, "weights": weights_name(self._accelerator, self._model)}
+        save_state(self._need_session().outer, folder, self.global_step, data, is_last)
 
     def _note_saved(self, folder: Path | None) -> None:
         if folder is not None:

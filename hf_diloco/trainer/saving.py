@@ -47,6 +47,13 @@ def save_accelerator(
         write(folder) if write else accelerator.save_state(str(folder))
 
 
+def weights_name(accelerator: Accelerator, model: nn.Module) -> str:
+    """Returns the name, without ".safetensors", that `accelerator.save_state` gives to the weights of this model."""
+    bare = partial(accelerator.unwrap_model, keep_torch_compile=False)
+    number = next((number for number, one in enumerate(accelerator._models) if bare(one) is bare(model)), 0)
+    return f"model_{number}" if number else "model"
+
+
 @contextmanager
 def _noting_in(steps: Sequence[tuple[Any, str]], engines: Sequence[Any], failures: list[str]) -> Iterator[None]:
     """Appends write failures inside the block to `failures` instead of raising them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +204,11 @@ def test_adapters_of_all_kinds_are_as_peft_saves_them(kind: str, name: str, tmp_
         assert torch.equal(found[re.sub(rf"\.{name}(?=\.|$)", ".default", one)], value), one
 
 
-def save_in_loop(folder: Path, model: torch.nn.Module) -> Path:
-    """Returns a checkpoint of the model, as `OuterLoop` writes it."""
+def save_in_loop(folder: Path, model: torch.nn.Module, models: Sequence[torch.nn.Module] = ()) -> Path:
+    """Returns a checkpoint of the model, as `OuterLoop` writes it. The Accelerator has all `models` in this order."""
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad])
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    *_, optimizer = accelerator.prepare(*(models or [model]), optimizer)
     config = DiLoCoConfig(sync_every=2, outer_momentum=0.5)
     with OuterLoop(accelerator, model, optimizer, config, output_dir=folder) as outer:
         checkpoint = outer.save_checkpoint()
@@ -233,6 +233,19 @@ def test_adapters_of_a_loop_keep_what_is_not_trained(frozen: str, tmp_path: Path
     if frozen == "lora_A":
         with pytest.raises(CheckpointError, match=r"has values of \S+lora_B, but none of \S+lora_A, which was not"):
             export(checkpoint, index, tmp_path / "half", tmp_path / "start")
+
+
+@pytest.mark.parametrize("teacher_is_first", [True, False])
+def test_what_is_not_trained_is_of_the_loops_own_model(teacher_is_first: bool, tmp_path: Path) -> None:
+    """It was of whichever model's file was read last."""
+    student, teacher = (make_model(lora=False, tied=False, seed=seed) for seed in (1, 2))
+    student.model.embed_tokens.requires_grad_(False)
+    student.save_pretrained(tmp_path / "start")
+    models = [teacher, student] if teacher_is_first else [student, teacher]
+    checkpoint = save_in_loop(tmp_path / "run", student, models)
+    export(checkpoint, read_index(checkpoint), tmp_path / "model", tmp_path / "start")
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert torch.equal(found["model.embed_tokens.weight"], student.model.embed_tokens.weight)
 
 
 def test_prompts_that_are_computed_are_refused(tmp_path: Path) -> None:
