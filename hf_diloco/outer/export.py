@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hf_diloco.errors import CheckpointError, ConfigError
 from hf_diloco.outer.checkpoint import RECORD, OuterIndex, complete_checkpoints, load_outer, read_index
+from hf_diloco.outer.manifest import describe_contents
 from hf_diloco.utils.files import telling
 
 CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS = "model[._-]*safetensors"
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "*.model")
 _PLAIN = ("gossip.json", "files.json")
 _PLACES = (".", "checkpoint-*", "island-0/checkpoint-*")
@@ -96,8 +99,10 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already: name another folder, or remove it")
-    parameters = outer_parameters(checkpoint, index)
     source = like or checkpoint
+    described = () if like else (CONFIG, ADAPTER_CONFIG, *_TOKENIZER)
+    _refuse_damaged(checkpoint, index, [ADAPTER, _WEIGHTS, *described])
+    parameters = outer_parameters(checkpoint, index)
     adapter, settings = _find_adapter(source, parameters)
     adapters, model = {}, None
     if settings is not None:
@@ -122,6 +127,15 @@ def export(checkpoint: Path, index: OuterIndex, folder: Path, like: Path | None 
                 f"{checkpoint} was deleted while it was read, because training went on: export a newer one, or copy "
                 "it first, or let training keep more (save_total_limit)"
             )
+
+
+def _refuse_damaged(checkpoint: Path, index: OuterIndex, patterns: Iterable[str]) -> None:
+    """Raises `CheckpointError` if a file that matches one of `patterns` does not hold what was recorded of it."""
+    for file in index.checkpoint:
+        path = checkpoint / file.name
+        is_read = path.is_file() and any(path.match(pattern) for pattern in patterns)
+        if is_read and (damage := describe_contents(path, file)):
+            raise CheckpointError(f"{damage}: export an earlier checkpoint")
 
 
 @contextmanager
@@ -161,7 +175,7 @@ def _in_files_of_peft(
             only one of two matrices.
     """
     written = [checkpoint / ADAPTER, checkpoint / adapter / ADAPTER]
-    saved = next((load_file(path) for path in written if path.is_file()), None)
+    saved = next((_read(path) for path in written if path.is_file()), None)
     place = re.compile(rf"(?:\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     if saved is None:  # an Accelerator writes the whole model
         whole = _read_model(checkpoint, index)
@@ -238,4 +252,11 @@ def _read_model(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Tensor]:
     """Returns what the Trainer or an Accelerator wrote of the model by name, trained or not."""
     recorded = checkpoint / f"{index.data.get('weights', 'model')}.safetensors"  # if an Accelerator has several models
     paths = [recorded] if recorded.is_file() else checkpoint.glob("model[.-]*safetensors")
-    return {name.replace(_COMPILED, ""): value for path in paths for name, value in load_file(path).items()}
+    return {name.replace(_COMPILED, ""): value for path in paths for name, value in _read(path).items()}
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:  # such as of a loop's `save_state`, which records no other files
+        raise CheckpointError(f"{path} cannot be read ({error}): export an earlier checkpoint") from None

@@ -160,12 +160,20 @@ def find_damage(checkpoint: Path, read: ReadFiles, ranks: IslandGroup) -> str | 
     right = {file.name: file.num_bytes for file in files if _size(checkpoint / file.name) == file.num_bytes}
     seen = _share_seen(right, ranks)
     mine = set(_share_out(seen)[ranks.rank])
-    found = [_describe_contents(checkpoint / file.name, file) for file in files if file.name in mine]
+    found = [describe_contents(checkpoint / file.name, file) for file in files if file.name in mine]
     if ranks.is_leader:
         anywhere = {name for _, sizes in seen for name in sizes}
         found += [_describe_size(checkpoint / file.name, file) for file in files if file.name not in anywhere]
     damages = [text for texts in ranks.gather([text for text in found if text]) for text in texts]
     return min(damages, default=None)
+
+
+def describe_contents(path: Path, file: FileRecord) -> str | None:
+    """Reads one file, and describes its damage; returns None if it is intact."""
+    try:
+        return None if _digest(path) == file.digest else f"{path} does not hold what was written to it"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror or error})"
 
 
 def recover_replaced(folder: Path, find_whole: Callable[[Path], Collection[Path]]) -> None:
@@ -270,13 +278,6 @@ def _describe_size(path: Path, file: FileRecord) -> str:
     if size is None:
         return f"{path} is missing"
     return f"{path} has {size:,} of the {file.num_bytes:,} bytes that were written"
-
-
-def _describe_contents(path: Path, file: FileRecord) -> str | None:
-    try:
-        return None if _digest(path) == file.digest else f"{path} does not hold what was written to it"
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror or error})"
 
 
 def _digest_text(text: str) -> str:

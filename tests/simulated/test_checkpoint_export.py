@@ -248,6 +248,26 @@ def test_what_is_not_trained_is_of_the_loops_own_model(teacher_is_first: bool, t
     assert torch.equal(found["model.embed_tokens.weight"], student.model.embed_tokens.weight)
 
 
+@pytest.mark.parametrize(
+    ("name", "place"), [("model.safetensors", -1), ("model.safetensors", 20), ("config.json", 20)]
+)
+def test_a_file_that_is_damaged_becomes_no_model(name: str, place: int, tmp_path: Path) -> None:
+    """Weights that are not trained were exported as they were found, or there was a traceback."""
+    trainer = make_saving_trainer(tmp_path / "run", DiLoCoCallback(sync_every=3), max_steps=2)
+    trainer.train()
+    path = (checkpoint := tmp_path / "run" / "checkpoint-2") / name
+    contents = bytearray(path.read_bytes())
+    contents[place] ^= 0x55
+    path.write_bytes(contents)
+    index = read_index(checkpoint)
+    with pytest.raises(CheckpointError, match=f"{name} does not hold what was .* to it: export an earlier checkpoint"):
+        export(checkpoint, index, tmp_path / "model")
+    if place == 20 and name == "model.safetensors":
+        index.checkpoint = []  # as a loop's `save_state` leaves it
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read .*: export an earlier checkpoint"):
+            export(checkpoint, index, tmp_path / "model")
+
+
 def test_prompts_that_are_computed_are_refused(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-1"
     of_known_values(make_adapters("computed"), checkpoint)
