@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_diloco.apps.common.model_card import Training, write_card
+from hf_diloco.apps.common.model_card import Training, write_card, write_card_of_checkpoint
 from hf_diloco.apps.lm.runfile import RunFile
 from hf_diloco.apps.lm.train import describe_training
 from hf_diloco.apps.vision.runfile import VisionRun
 from hf_diloco.apps.vision.train import describe_training as describe_vision
 from hf_diloco.methods.gossip import METHODS as GOSSIP
 from hf_diloco.methods.outer import METHODS
+from tests.outer_state import make_index
 from tests.report_runs import write_run
 
 TRAINING = Training(
@@ -63,6 +65,29 @@ def test_a_folder_on_this_machine_is_no_model_of_the_hub(tmp_path: Path) -> None
     assert card.data.base_model is None
     assert "| starts from | base |" in card.text
     assert "private" not in card.content
+
+
+@pytest.mark.parametrize(
+    ("base", "shown", "hub_id"),
+    [
+        ("/data/customer/base", "base", None),
+        ("customer/runs/base/", "base", None),
+        ("../customer/base", "base", None),
+        ("~/base", "base", None),
+        ("gpt2", "gpt2", "gpt2"),
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+    ],
+)
+def test_a_folder_of_the_machine_that_trained_is_no_model_of_the_hub(
+    base: str, shown: str, hub_id: str | None, tmp_path: Path
+) -> None:
+    """An export is often made on another machine, where the card showed the whole path."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    write_card_of_checkpoint(tmp_path, make_index(4))
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == hub_id
+    assert f"| adapters of | {shown} |" in card.text
+    assert "customer" not in card.content
 
 
 def test_a_card_that_cannot_be_written_is_only_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

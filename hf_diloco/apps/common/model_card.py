@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from hf_diloco.outer.checkpoint import OuterIndex
 
 logger = logging.getLogger("hf_diloco")
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 _TEMPLATE = """\
 ---
@@ -169,12 +172,17 @@ def _write(
 
 def without_path(name: str | None) -> str | None:
     """Returns the name of a model or dataset for the card: of a folder only its name, without the path."""
-    return Path(name).name if name is not None and Path(name).exists() else name
+    return Path(name).name if name is not None and _is_path(name) else name
 
 
 def _hub_id(name: str | None) -> str | None:
     """Returns the Hub id of a model or dataset; None for a folder or file."""
-    return None if name is None or Path(name).exists() else name
+    return None if name is None or _is_path(name) else name
+
+
+def _is_path(name: str) -> bool:
+    """Whether this is a folder or file, here or on the machine that trained."""
+    return Path(name).exists() or _HUB_ID.fullmatch(name) is None
 
 
 def _short(name: str) -> str:
