@@ -236,9 +236,7 @@ class OuterLoop(HasOuterWeights):
         if session.has_left:
             raise ConfigError("step() after the `with` block of OuterLoop: the other islands are gone; call it inside")
         if self._shows_outer:
-            raise ConfigError(
-                "step() within outer_weights(), whose end puts back the weights from before: train outside"
-            )
+            raise ConfigError("step() within outer_weights(), whose end restores the earlier weights: train outside")
         if weight is None and self.config.weight_by != "uniform":
             raise ConfigError(
                 f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
