@@ -232,15 +232,13 @@ class BaseSession(ABC):
         """
         if self.outer.on_boundary:
             return
+        steps = counted(self.outer.steps, "step")
+        text = "the loop ended %s after the last synchronisation, round %d: the model holds this island's own weights"
         if self.is_over:
             self.outer.write_masters()
+            text = "the loop's last %s are not in the run, which ended with round %d: the model holds its result"
         if self.island.is_leader:
-            text = (
-                "the loop ended %s after the last synchronisation, round %d: the model holds this island's own weights"
-            )
-            if self.is_over:
-                text = "the loop's last %s are not in the run, which ended with round %d: the model holds its result"
-            logger.warning(text, counted(self.outer.steps, "step"), self.outer.round)
+            logger.warning(text, steps, self.outer.round)
 
     @property
     def _has_begun_all(self) -> bool:
