@@ -153,9 +153,13 @@ def check_port_is_free(rendezvous: str) -> None:
     Ignores an address that is not this machine's: island 0 reports it.
     """
     host, port = split_tcp_url(rendezvous)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as unknown:
+        if unknown.errno != socket.EAI_AGAIN:  # the name service may be there again when island 0 asks
+            text = f"rendezvous {rendezvous}: host {host!r} has no address ({unknown.strerror}): correct it"
+            raise ConfigError(text) from None
     error = bind_error(host, port)
-    if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME:
-        raise ConfigError(f"rendezvous {rendezvous}: host {host!r} has no address ({error.strerror}): correct it")
     if error is not None and error.errno == errno.EADDRINUSE:
         raise ConfigError(
             f"rendezvous {rendezvous}: port {port} is in use by another program, perhaps by another run: choose "

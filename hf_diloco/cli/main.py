@@ -113,7 +113,7 @@ def launch(
 ) -> None:
     """Start the islands of a run: all of them on this machine, or one on its cluster.
 
-    Ctrl-C asks every island to finish its step and write a checkpoint; a second one ends them without.
+    Ctrl-C asks every island to finish its step and write a checkpoint; a second one ends them without a checkpoint.
     The same command continues the run. Behind `--`, a command of your own takes the place of a run file.
 
     [bold]Exit codes[/bold]

@@ -112,7 +112,9 @@ def topology(
     from hf_diloco.utils.tables import output, print_figures
 
     if not num_parameters <= 1e15:
-        raise ConfigError(f"--parameters {num_parameters}: give the number of values in the model, as 7e9")
+        raise ConfigError(
+            f"--parameters {num_parameters}: give the number of values in the model, as 7e9 (up to 1e15)"
+        )
     if picture is not None:
         check_picture(picture)
     by_name = is_own(name) or name.replace("_", "-") in GRAPHS

@@ -95,7 +95,10 @@ def remedy_for(name: str) -> str:
     if name == TRAINABLE:
         return "make it equal: the same model everywhere, with the same parameters frozen (requires_grad)"
     if name == SAVES:
-        return "set save_strategy=steps and the same save_steps everywhere (the length of epochs depends on the data)"
+        return (
+            "set save_strategy=steps and the same save_steps everywhere (the length of epochs depends on the data; a "
+            "resumed Trainer goes on with its checkpoint's save_steps)"
+        )
     if name == _PROTOCOL:
         return "install the same version of hf-diloco everywhere"
     if name.startswith(_FROZEN):

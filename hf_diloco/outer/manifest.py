@@ -25,6 +25,7 @@ from hf_diloco.utils.files import flush, telling, write_whole
 
 _CHUNK_BYTES = 1 << 22
 _REPLACED = "replaced-"
+_DISCARDED = "discarded-"
 
 FILES_RECORD = "files.json"
 """The record of a checkpoint without outer state: it lists the files alone."""
@@ -184,6 +185,8 @@ def recover_replaced(folder: Path, find_whole: Callable[[Path], Collection[Path]
     Raises:
         CheckpointError: one cannot be restored; without it, training would go on from an earlier step.
     """
+    for rubbish in folder.glob(f"{_DISCARDED}checkpoint-*"):
+        remove(rubbish)
     for aside in folder.glob(f"{_REPLACED}checkpoint-*"):
         checkpoint = folder / aside.name.removeprefix(_REPLACED)
         if checkpoint in find_whole(folder):
@@ -205,7 +208,7 @@ def discard(checkpoint: Path) -> None:
     On a network file system, files that a process still has open stay. Raises `OSError` if the name stays taken.
     """
     if checkpoint.is_dir() or checkpoint.is_symlink():
-        rubbish = checkpoint.with_name(f".{checkpoint.name}.{secrets.token_hex(4)}")
+        rubbish = checkpoint.with_name(f"{_DISCARDED}{checkpoint.name}-{secrets.token_hex(4)}")
         checkpoint.rename(rubbish)
         remove(rubbish)
 

@@ -135,7 +135,8 @@ def _open_elastic(
             host.close()
         raise
     if host is not None:
-        weakref.finalize(session, host.close)  # frees the port even if nobody leaves the session
+        # Frees the port even if nobody leaves the session; at the process's end the system does.
+        weakref.finalize(session, host.close).atexit = False
     return session
 
 

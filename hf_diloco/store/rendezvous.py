@@ -258,7 +258,7 @@ class StoreHost:
             raise RendezvousError(
                 f"cannot serve the rendezvous at {config.rendezvous}: {self._failure}. Raise the limit of open files "
                 f"(ulimit -n) of {unit} 0, if these are too many"
-            ) from None
+            ) from self._failure
         if folder:
             logger.info("islands meet here, at %s; what they leave for each other is in %s", config.rendezvous, folder)
 
@@ -292,7 +292,8 @@ class StoreHost:
         if self._thread.is_alive():
             self._is_up.wait()
             if self._loop:
-                self._loop.call_soon_threadsafe(self._over.set)
+                with suppress(RuntimeError):  # it has just ended
+                    self._loop.call_soon_threadsafe(self._over.set)
             if threading.current_thread() is not self._thread:  # the garbage collector may call this on that thread
                 self._thread.join()
 

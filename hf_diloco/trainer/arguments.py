@@ -127,9 +127,10 @@ def saving_facts(args: TrainingArguments, state: TrainerState, loader: Any) -> F
     """Returns when the Trainer saves checkpoints, as a fact to compare. `loader` is of the training data."""
     when = SaveStrategy(args.save_strategy).value
     if when == SaveStrategy.STEPS:
-        when = f"every {state.save_steps} steps"
+        when = f"every {min(state.save_steps, state.max_steps)} steps"
     elif when == SaveStrategy.EPOCH:
-        when = f"after epochs of {steps_per_epoch(args, loader) or 'some'} steps"
+        steps = steps_per_epoch(args, loader)
+        when = f"after epochs of {min(steps, state.max_steps) if steps else 'some'} steps"
     return {SAVES: when}
 
 

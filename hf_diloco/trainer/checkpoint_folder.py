@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_diloco.errors import CheckpointError
 from hf_diloco.gossip.checkpoint import RECORD as GOSSIP_RECORD
 from hf_diloco.inner.island import IslandGroup
-from hf_diloco.outer.checkpoint import RECORD
+from hf_diloco.outer.checkpoint import FOLDER, RECORD
 from hf_diloco.outer.manifest import FILES_RECORD, discard, recover_replaced, remove, set_aside_name
 
 logger = logging.getLogger("hf_diloco")
@@ -76,7 +76,7 @@ class CheckpointFolder:
         found = {
             path
             for path in self._find_numbered()
-            if not self._is_unfinished(path, whole) or (path / "trainer_state.json").is_file()  # of a Trainer alone
+            if not self._is_unfinished(path, whole) or _is_of_trainer_alone(path)
         }
         if found:
             logger.warning(
@@ -188,7 +188,10 @@ class CheckpointFolder:
         self._ranks.barrier()
         if not self._ranks.is_leader:
             return
-        recover_replaced(self._folder, lambda _: self._find_whole())
+        try:
+            recover_replaced(self._folder, lambda _: self._find_whole())
+        except CheckpointError as error:  # training goes on, as without it
+            logger.error("%s", error)
         newest = max(self._find_whole(), key=_step_of, default=None)
         logger.error(
             "%s: make room; the next save tries again. %s",
@@ -224,24 +227,31 @@ class CheckpointFolder:
         others = [
             path
             for path in self._find_numbered() - whole - earlier
-            if (_step_of(path) < oldest or (_step_of(path) < _step_of(newest) and self._is_unfinished(path, whole)))
+            if not self._is_of_another_kind(path)
+            and (_step_of(path) < oldest or (_step_of(path) < _step_of(newest) and self._is_unfinished(path, whole)))
         ]
         return [str(path) for path in [*ranked[num_kept:], *others] if path not in kept]
 
-    def _is_unfinished(self, checkpoint: Path, whole: Collection[Path]) -> bool:
-        """Whether its writer was killed before completing it.
+    def _is_of_another_kind(self, checkpoint: Path) -> bool:
+        """Whether a run of another kind, such as one without an outer loop, has completed it."""
+        with suppress(OSError):
+            return any((checkpoint / record).is_file() for record in _RECORDS if record != self._record)
+        return False
 
-        False if it is unreadable, which may be temporary; and if another kind of run has completed it.
-        """
-        for record in _RECORDS:
-            try:
-                (checkpoint / record).stat()
-            except FileNotFoundError:
-                continue
-            except OSError:
-                pass
+    def _is_unfinished(self, checkpoint: Path, whole: Collection[Path]) -> bool:
+        """Whether its writer was killed before completing it; False if it is unreadable, which may be temporary."""
+        try:
+            (checkpoint / self._record).stat()
+        except FileNotFoundError:
+            return checkpoint not in whole and not self._is_of_another_kind(checkpoint)
+        except OSError:
             return False
-        return checkpoint not in whole
+        return False
+
+
+def _is_of_trainer_alone(checkpoint: Path) -> bool:
+    """Whether a Trainer completed it, and no island began to add its outer state."""
+    return (checkpoint / "trainer_state.json").is_file() and not (checkpoint / FOLDER).exists()
 
 
 def _not_whole(checkpoint: Path, rank: int, reason: str) -> CheckpointError:

@@ -73,9 +73,8 @@ class GossipCallback(RunCallback[NodeRecord]):
         trainer = Trainer(model, args, ..., optimizers=(optimizer, None), callbacks=[callback])
 
     The Trainer evaluates the mean over all nodes; the model also holds the mean inside `with callback.mean_weights()`.
-    Checkpoints hold each node's own parameters and state. When this process is asked to stop (SIGTERM, SIGINT,
-    `stop`), all nodes finish the same step, write a checkpoint, and end. When a neighbour is lost, the node adds the
-    neighbour's weight to its own and continues.
+    Checkpoints hold each node's own parameters and state. When this process is asked to stop, by a signal or `stop`,
+    all nodes finish the same step, write a checkpoint, and end. A lost neighbour's weight is added to the node's own.
 
     Args:
         config: the settings; or give them as keyword arguments.
@@ -238,7 +237,8 @@ class GossipCallback(RunCallback[NodeRecord]):
         node.rekey()
         if state.global_step:
             check_index(find_resumed(args, state.global_step), self._index(state), self._ranks)
-        loader, weighed = kwargs["train_dataloader"], check_eval_sizes(self._num_eval_examples, trainer)
+        loader = kwargs["train_dataloader"]
+        weighed = check_eval_sizes(self._num_eval_examples, trainer, self.config.num_nodes)
         with_others = self.config.eval_weights == "average" or bool(weighed)
         facts = gossip_facts(self.config.payload, with_others, args, state, loader, weighed)
         is_back = node.is_returning
@@ -246,10 +246,9 @@ class GossipCallback(RunCallback[NodeRecord]):
         node.standing.steps = state.global_step
         self._view = MeanView(optimizer, node, model, self.config.buffers == "average", lacks_statistics=is_back)
         self._begin(args, self._ranks, trainer, RECORD, find_whole, begins_anew=not state.global_step)
-        if trainer is not None and self.config.eval_weights == "average":
+        if trainer is not None:
             self._replace(trainer, "_evaluate", self._evaluate)
-        passed = self._beginning.passed
-        self._common_steps = CommonSteps(args, loader, with_others, self._evaluates_at_end, passed)
+        self._common_steps = CommonSteps(args, loader, with_others, self._evaluates_at_end, self._beginning.passed)
         if is_back and with_others:  # the others are training, and do not evaluate now
             self._replaced.enter_context(replaced(args, "eval_on_start", False))
         self._open_record(args, state, optimizer)
@@ -351,7 +350,8 @@ class GossipCallback(RunCallback[NodeRecord]):
         return end.has_come(state.global_step)
 
     def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
-        return self.mean_weights() if self in trainer.callback_handler.callbacks else nullcontext()
+        shows_mean = self.config.eval_weights == "average" and self in trainer.callback_handler.callbacks
+        return self.mean_weights() if shows_mean else nullcontext()
 
     def _combine(self, logs: dict[str, Any]) -> dict[str, float]:
         """Averages the metrics over all nodes, weighted by their numbers of evaluation examples."""

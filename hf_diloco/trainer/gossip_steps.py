@@ -33,7 +33,9 @@ def check_gossip_arguments(
         )
 
 
-def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer: Trainer | None) -> bool | str:
+def check_eval_sizes(
+    num_eval_examples: int | Mapping[str, int] | None, trainer: Trainer | None, num_nodes: int
+) -> bool | str:
     """Checks `num_eval_examples` against the Trainer's evaluation data, and against a schedule that follows it.
 
     Returns:
@@ -45,7 +47,7 @@ def check_eval_sizes(num_eval_examples: int | Mapping[str, int] | None, trainer:
             none, and the learning rate follows evaluations, which may differ between nodes.
     """
     if num_eval_examples is None:
-        if trainer is not None:
+        if trainer is not None and num_nodes > 1:
             _refuse_own_rates(trainer)
         return False
     sizes = num_eval_examples.values() if isinstance(num_eval_examples, Mapping) else [num_eval_examples]

@@ -206,7 +206,11 @@ class Meeting:
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handles an incoming connection."""
-        line, task, peer = Line(reader, writer), asyncio.current_task(), None
+        try:
+            line = Line(reader, writer)
+        except ConnectionResetError:
+            return
+        task, peer = asyncio.current_task(), None
         assert task is not None
         self._strangers[task] = None
         if len(self._strangers) > max(MAX_STRANGERS, 2 * len(self._peers)):

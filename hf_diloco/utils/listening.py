@@ -152,20 +152,39 @@ def closed_in_forks() -> Iterator[None]:
     """Sockets that are opened inside the block are closed in processes that this one forks later.
 
     Otherwise a DataLoader's workers, which survive the kill of this process for some seconds, or for as long as they
-    are busy, would keep its connections open: the other ends could not notice the kill.
+    are busy, would keep its connections open: the other ends could not notice the kill. (What is forked meanwhile has
+    some of them all the same.)
     """
-    before = {inode for inode, _ in _socket_files()}
+    before = _connections()
     try:
         yield
     finally:
-        _own_sockets.update({inode for inode, _ in _socket_files()} - before)
+        with contextlib.suppress(OSError):  # no descriptor is left to look: a kill is then noticed later
+            _own_sockets.update(_connections() - before)
 
 
 def _close_own_sockets() -> None:
-    if _own_sockets:
-        for inode, file in _socket_files():
-            if inode in _own_sockets:
-                os.close(file)
+    if not _own_sockets:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for inode, file in _socket_files():
+        if inode in _own_sockets:
+            os.dup2(nothing, file)  # the number stays taken, as objects that the fork has copied may close it
+    os.close(nothing)
+
+
+def _connections() -> set[int]:
+    """Returns the inodes of this process's sockets of IP: a pipe of another thread's is none of them."""
+    return {inode for inode, file in _socket_files() if _family(file) in (socket.AF_INET, socket.AF_INET6)}
+
+
+def _family(file: int) -> socket.AddressFamily | int | None:
+    try:
+        one = socket.socket(fileno=file)
+    except OSError:  # closed meanwhile
+        return None
+    one.detach()
+    return one.family
 
 
 _own_sockets: set[int] = set()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -116,8 +117,9 @@ def check_store_url(url: str) -> str:
 def check_is_folder(url: str) -> None:
     """Raises `ConfigError` if a file has the place of a store's folder, which need not exist yet."""
     path = Path(unquote(url.removeprefix("file://")))
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"rendezvous {url!r}: {path} is a file: name a folder")
+    with suppress(OSError):  # such as for want of permission: who opens the store reports it
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"rendezvous {url!r}: {path} is a file: name a folder")
 
 
 def split_server_url(url: str) -> tuple[str, str, int, str] | None:

@@ -214,9 +214,9 @@ def test_a_training_that_begins_anew_deletes_none_of_a_trainer_alone(tmp_path: P
 
 def test_a_run_without_outer_loop_deletes_none_of_the_run_that_it_goes_on_from(run: Path) -> None:
     callback = PlainCallback(DiLoCoBlock(enabled=False), 1, run / "stop")
-    trainer = make_saving_trainer(run, callback, save_total_limit=9, max_steps=8)
+    trainer = make_saving_trainer(run, callback, save_total_limit=1, max_steps=10)
     trainer.train(resume_from_checkpoint=str(callback.common_checkpoint(run)))
-    assert {path.name for path in run.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (2, 4, 6, 8)}
+    assert {path.name for path in run.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (2, 4, 6, 10)}
 
 
 def test_what_cannot_be_read_goes_where_it_would_if_it_were_whole(run: Path) -> None:

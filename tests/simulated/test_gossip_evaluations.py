@@ -27,7 +27,7 @@ from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import PeriodicTopology, make_topology
 from hf_diloco.report.progress import read_progress
 from hf_diloco.trainer.gossip_start import make_fingerprint
-from hf_diloco.trainer.gossip_steps import gossip_facts
+from hf_diloco.trainer.gossip_steps import check_eval_sizes, gossip_facts
 from hf_diloco.trainer.views import MeanView
 from hf_diloco.transport.base import Traffic
 from tests.islands import run_islands
@@ -156,16 +156,13 @@ def test_the_size_of_each_data_set_must_be_given(
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 def test_a_learning_rate_that_follows_evaluations_follows_those_of_all_nodes(schedule: str, tmp_path: Path) -> None:
-    def train(size: int | None) -> None:
-        callback = GossipCallback(method="dsgd", num_nodes=1, num_eval_examples=size)
-        trainer = trainer_of(
-            tmp_path, callback, Linear(), 0.0, data(0.0), eval_strategy="epoch", lr_scheduler_type=schedule
-        )
-        trainer.train()
-
+    callback = GossipCallback(method="dsgd", num_nodes=1)
+    chosen: dict[str, Any] = {"eval_strategy": "epoch", "lr_scheduler_type": schedule}
+    trainer = trainer_of(tmp_path, callback, Linear(), 0.0, data(0.0), **chosen)
+    trainer.train()  # a node alone has one rate
     with pytest.raises(ConfigError, match=r"follows evaluations \(\w+\), and each node would train at a rate of its"):
-        train(None)
-    train(8)
+        check_eval_sizes(None, trainer, num_nodes=2)
+    assert check_eval_sizes(8, trainer, num_nodes=2)
 
 
 class MeasuresItsOwn(Trainer):

@@ -114,7 +114,7 @@ class Run:
     def _wait(self, step: int) -> None:
         if step == self._others_wait_at:
             assert self._has_left.wait(LONG)
-        self._is_back.wait(0.5)
+        self._is_back.wait(1.0)
 
 
 def test_a_node_that_was_ahead_where_nobody_waits_goes_on_from_its_own_step(tmp_path: Path) -> None:

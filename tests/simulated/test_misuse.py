@@ -478,7 +478,7 @@ def test_what_is_wrong_with_an_island_shows_before_it_waits(
 @pytest.mark.parametrize("given", [0, -1, 1.5, math.nan, "8", True, {"books": 0}])
 def test_numbers_of_examples_that_are_none(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"num_eval_examples=.*: give whole numbers above 0"):
-        check_eval_sizes(given, None)
+        check_eval_sizes(given, None, num_nodes=2)
 
 
 def test_a_node_listens_at_an_address_of_its_machine(tmp_path: Path, free_port: int) -> None:

@@ -34,6 +34,7 @@ from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.open import open_session
 from hf_diloco.store.rendezvous import StoreHost
 from hf_diloco.store.values import ValueStore
+from hf_diloco.trainer.arguments import saving_facts
 from hf_diloco.transport.memory import MemoryNetwork
 from hf_diloco.transport.open import MemoryTransport
 from hf_diloco.utils.files import PROGRESS_FILE
@@ -119,8 +120,8 @@ def test_the_callback_tells_its_number_of_steps(tmp_path: Path, free_port: int) 
 @pytest.mark.parametrize(
     ("saving", "told"),
     [
-        ([{"save_steps": 3}, {"save_steps": 5}], "island 0: every 3 steps, island 1: every 5 steps"),
-        ([{"save_strategy": "epoch"}] * 2, "island 0: after epochs of 3 steps, island 1: after epochs of 5 steps"),
+        ([{"save_steps": 2}, {"save_steps": 3}], "island 0: every 2 steps, island 1: every 3 steps"),
+        ([{"save_strategy": "epoch"}] * 2, "island 0: after epochs of 2 steps, island 1: after epochs of 3 steps"),
     ],
     ids=["steps", "epochs"],
 )
@@ -136,11 +137,26 @@ def test_islands_that_would_save_in_different_rounds_are_refused(
     for island in range(2):
         callback = DiLoCoCallback(island=island, num_islands=2, rendezvous=f"tcp://127.0.0.1:{free_port}")
         trainer = make_trainer(tmp_path / str(island), callback, **saving[island])
-        trainer.train_dataset = Tokens(island, size=8 * (3, 5)[island])
+        trainer.train_dataset = Tokens(island, size=8 * (2, 3)[island])
         trainers.append(trainer)
     for outcome in try_islands(2, island_main):
         assert isinstance(outcome, FingerprintError)
         assert f"when checkpoints are saved differs ({told}); set save_strategy=steps and the same" in str(outcome)
+
+
+def test_islands_that_both_save_at_the_end_alone_save_at_the_same_step() -> None:
+    """The Trainer saves there, too, however far away the next `save_steps` or end of an epoch is."""
+    all_saving: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"save_steps": 500}, {"save_steps": 1000}),
+        ({"save_strategy": "epoch"}, {"save_strategy": "epoch"}),
+    ]
+    for saving in all_saving:
+        facts = []
+        for one, size in zip(saving, (5, 9), strict=True):
+            args = TrainingArguments(use_cpu=True, report_to=[], max_steps=4, **one)
+            state = TrainerState(max_steps=4, save_steps=int(args.save_steps))
+            facts.append(saving_facts(args, state, DataLoader(Tokens(0, size=size))))
+        assert facts[0] == facts[1]
 
 
 def test_an_island_that_ends_before_the_others_is_named_at_once() -> None:

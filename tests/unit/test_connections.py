@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,25 +74,29 @@ def joined(num_ends: int, num_connections: int, talk: Callable[[int, Connections
 
 def test_a_forked_process_holds_no_connection() -> None:
     """It may outlive this one, whose kill the other ends are to notice."""
+    before = connections_here()
 
-    def talk(end: int, links: Connections) -> int:
+    def talk(end: int, links: Connections) -> tuple[int, int]:
+        here = len(connections_here() - before)
         if child := os.fork():
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        names = [name for name in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{name}").is_socket()]
-        with contextlib.suppress(OSError):
-            os._exit(sum(is_connected(int(name)) for name in names))
-        os._exit(100)
+            return here, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        left = 100
+        try:
+            left = len(connections_here() - before)
+        finally:
+            os._exit(left)
 
-    before = sum(is_connected(int(name)) for name in os.listdir("/proc/self/fd"))
-    assert joined(2, 2, talk) == [before, before]
+    assert joined(2, 2, talk) == [(4, 0), (4, 0)]
 
 
-def is_connected(file: int) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(file)) as one:
-            return one.family == socket.AF_INET and bool(one.getpeername())
-    except OSError:
-        return False
+def connections_here() -> set[int]:
+    """The inodes of this process's connected sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.family == socket.AF_INET and one.getpeername():
+                found.add(os.fstat(one.fileno()).st_ino)
+    return found
 
 
 # What goes over them

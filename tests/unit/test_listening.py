@@ -241,7 +241,8 @@ def test_who_has_no_files_left_to_keep_the_store_says_so_and_keeps_no_port(free_
     """Neither a port that nobody answers, which the next try would find in use."""
     said = run([sys.executable, "-c", HOST_WITHOUT_FILES.replace("PORT", str(free_port))]).output
     found = re.findall(r"^cannot (\w+) the rendezvous at .*Too many open files", said, re.MULTILINE)
-    assert found == ["open", "serve", "serve", "serve", "serve"], said
+    assert set(found) == {"open", "serve"}, said
+    assert found == sorted(found), said
     assert re.search("^it serves$", said, re.MULTILINE), said
 
 

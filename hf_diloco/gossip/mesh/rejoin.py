@@ -66,8 +66,8 @@ class Reception:
 
     Attributes:
         has_begun: whether this node takes steps.
-        is_given_up: whether a neighbour has reported that this node took too long; updated while it looks for lost
-            neighbours.
+        is_given_up: whether the neighbour that reported this node's loss last has given it up, instead of losing the
+            connection; updated while it looks for lost neighbours.
     """
 
     def __init__(self, joining: Joining, num_nodes: int, straggler_timeout: StragglerTimeout) -> None:
