@@ -250,9 +250,9 @@ def _refuse_unknown(
 
 def _read_model(checkpoint: Path, index: OuterIndex) -> dict[str, torch.Tensor]:
     """Returns what the Trainer or an Accelerator wrote of the model by name, trained or not."""
-    name = index.data.get("weights", "model")  # another one if an Accelerator has several models
-    recorded = checkpoint / f"{name}.safetensors"
-    paths = [recorded] if recorded.is_file() else checkpoint.glob(f"{name}[.-]*safetensors")
+    stem = index.data.get("weights", "model")  # another one if an Accelerator has several models
+    recorded = checkpoint / f"{stem}.safetensors"
+    paths = [recorded] if recorded.is_file() else checkpoint.glob(f"{stem}[.-]*safetensors")
     return {name.replace(_COMPILED, ""): value for path in paths for name, value in _read(path).items()}
 
 

@@ -169,7 +169,7 @@ def _close_own_sockets() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for inode, file in _socket_files():
         if inode in _own_sockets:
-            os.dup2(nothing, file)  # the number stays taken, as objects that the fork has copied may close it
+            os.dup2(nothing, file, inheritable=False)  # the number stays taken: a copied object may close it
     os.close(nothing)
 
 
