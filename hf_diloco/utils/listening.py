@@ -175,16 +175,13 @@ def _close_own_sockets() -> None:
 
 def _connections() -> set[int]:
     """Returns the inodes of this process's sockets of IP: a pipe of another thread's is none of them."""
-    return {inode for inode, file in _socket_files() if _family(file) in (socket.AF_INET, socket.AF_INET6)}
-
-
-def _family(file: int) -> socket.AddressFamily | int | None:
-    try:
-        one = socket.socket(fileno=file)
-    except OSError:  # closed meanwhile
-        return None
-    one.detach()
-    return one.family
+    found = set()
+    with _creating:  # where a duplicate of a device's socket would be taken for it
+        for inode, file in _socket_files():
+            with contextlib.suppress(OSError), _socket_at(file) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    found.add(inode)
+    return found
 
 
 _own_sockets: set[int] = set()
@@ -277,11 +274,25 @@ def _socket_files() -> list[tuple[int, int]]:
     return found
 
 
+@contextlib.contextmanager
+def _socket_at(file: int) -> Iterator[socket.socket]:
+    """Opens a duplicate of a socket by its descriptor. Raises `OSError` if that is closed meanwhile, or has become
+    something else's: other threads open and close files."""
+    copy = os.dup(file)
+    try:
+        one = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with one:
+        yield one
+
+
 def _sockets() -> list[_Socket]:
     """Lists this process's sockets."""
     found = []
     for _, file in _socket_files():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as one:
+        with contextlib.suppress(OSError), _socket_at(file) as one:
             is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
             found.append(_Socket(file, one.getsockname(), is_listening))
     return found

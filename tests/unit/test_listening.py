@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import resource
 import socket
@@ -21,6 +22,7 @@ from hf_diloco.store.values import ValueStore
 from hf_diloco.transport.base import Lane
 from hf_diloco.transport.connections import Connections
 from hf_diloco.transport.transfers import Deadline, Transfers
+from hf_diloco.utils import listening
 from hf_diloco.utils.listening import RESERVED_FILES, Door, keep_door, raise_file_limit
 from tests.islands import run_islands
 from tests.processes import run
@@ -244,6 +246,30 @@ def test_who_has_no_files_left_to_keep_the_store_says_so_and_keeps_no_port(free_
     assert set(found) == {"open", "serve"}, said
     assert found == sorted(found), said
     assert re.search("^it serves$", said, re.MULTILINE), said
+
+
+def test_looking_for_sockets_keeps_no_file_that_another_thread_opens_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of a socket may by then be a file's."""
+    one, duplicate = socket.socket(), os.dup
+    number, path = one.fileno(), tmp_path / "file"
+
+    def dup_later(file: int) -> int:
+        if file == number and one.fileno() >= 0:
+            one.close()
+            opened = os.open(path, os.O_CREAT)
+            if opened != number:  # a lower one was free
+                os.dup2(opened, number)
+                os.close(opened)
+        return duplicate(file)
+
+    monkeypatch.setattr(os, "dup", dup_later)
+    found = listening._sockets()
+    monkeypatch.undo()
+    assert [file.fd for file in psutil.Process().open_files() if file.path == str(path)] == [number]
+    assert number not in {one.file for one in found}
+    os.close(number)
 
 
 @pytest.mark.usefixtures("limits")
