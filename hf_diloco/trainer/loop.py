@@ -344,7 +344,7 @@ class OuterLoop(HasOuterWeights):
 
     def _note_saved(self, folder: Path | None) -> None:
         if folder is not None:
-            self._record.write("save", self.global_step, path=str(folder))
+            self._record.write("save", self.global_step, path=folder.name)
         self._speed.restart()
         self._update_progress(state="training")
 

@@ -298,6 +298,7 @@ def test_the_record_of_a_loop_is_that_of_a_trainer(tmp_path: Path) -> None:
         ("save", 4),
         ("end", 4),
     ]
+    assert events[3]["path"] == "checkpoint"
     (island,) = summarise(load_run(tmp_path)).islands
     assert (island.steps, island.num_rounds, island.ended, island.on_boundary) == (4, 2, True, True)
 
