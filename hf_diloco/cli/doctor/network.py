@@ -111,7 +111,8 @@ def check_interfaces() -> Iterator[Finding]:
         yield Finding(
             "interfaces",
             "warning",
-            f"{', '.join(public)} can be reached from the whole internet; traffic between islands is not encrypted",
+            f"{', '.join(public)} can be reached from the whole internet; without a key traffic between islands is "
+            "neither encrypted nor authenticated",
             "let islands meet at addresses of a VPN or a private network; see docs/security.md",
         )
 
