@@ -341,7 +341,7 @@ class DiLoCoConfig(StrictModel):
 
     @property
     def quorum(self) -> int:
-        """Fewest islands with which a round takes place."""
+        """Fewest islands with which a round takes place, where islands come and go."""
         return self.min_islands or self.num_islands // 2 + 1
 
     def bytes_per_second(self, num_ranks: int) -> float | None:

@@ -117,11 +117,13 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         """Meets the other islands and agrees on the round to resume from.
 
         Returns:
-            This island's newest checkpoint of the newest round that all islands have a checkpoint of; None to start
-            from scratch.
+            This island's newest checkpoint of the newest round that all islands have a checkpoint of; where they come
+            and go, this island's newest. None to start from scratch.
 
         Raises:
             CheckpointError: the islands have checkpoints, but of no common round.
+            RendezvousError, DuplicateIslandError, ConfigError: this island cannot meet the others.
+            StopRequested: this island was asked to stop while it waited for them.
         """
         return self._connect(Path(output_dir)).common_checkpoint(Path(output_dir))
 

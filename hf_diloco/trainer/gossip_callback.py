@@ -87,7 +87,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         **settings: `GossipConfig` fields, instead of `config`.
 
     Raises:
-        ConfigError: a setting is wrong, or the method does not converge on the graph.
+        ConfigError, TypeError: a setting is wrong, or the method does not converge on the graph.
 
     Attributes:
         config: the settings.
@@ -148,9 +148,9 @@ class GossipCallback(RunCallback[NodeRecord]):
         As in the Trainer, weight decay does not apply to biases and norms. LARS does not scale these either.
 
         Raises:
-            ConfigError: a setting is out of range.
-            UnsupportedError: the parameters have several dtypes or devices.
-            IslandLostError: neighbours did not connect in time.
+            ConfigError: a setting is out of range, or no parameter is trainable.
+            UnsupportedError: the parameters are neither fp32 nor fp64, or of several dtypes or devices.
+            RendezvousError, IslandLostError: the nodes cannot meet, or neighbours did not connect in time.
         """
         model.to(args.device)
         groups = decayed_groups(model, args.weight_decay, lars=0.0)

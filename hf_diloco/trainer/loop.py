@@ -128,6 +128,7 @@ class OuterLoop(HasOuterWeights):
 
         Raises:
             CheckpointError: the islands have checkpoints, but of no common round.
+            RendezvousError, DuplicateIslandError, ConfigError: this island cannot meet the others.
         """
         if self._checkpoints is not None:
             raise ConfigError("this OuterLoop was entered before: call common_checkpoint() first, on a new OuterLoop")
@@ -228,9 +229,9 @@ class OuterLoop(HasOuterWeights):
             The figures of the round that ended with this step, if one did; `report` has those of the last round.
 
         Raises:
-            ExchangeError: an island was lost; the state is unchanged, and `save_state` still works.
-            ConfigError: the weight is missing, negative or not finite; or the loop has ended; or the call is inside
-                `outer_weights()`.
+            ExchangeError: an island was lost that must be there, or has what this one needs. Saving still works.
+            DivergedError, DuplicateIslandError, ForgedError, UnsupportedError: this island cannot go on.
+            ConfigError: the weight is missing or negative; or the call is after the loop or inside `outer_weights()`.
         """
         session = self._need_session()
         if session.has_left:
@@ -309,14 +310,14 @@ class OuterLoop(HasOuterWeights):
         Args:
             limit: how many checkpoints to keep: the newest, and over `tcp://` one of an earlier round, to which all
                 islands may have to go back. Default: keep all.
-            write: called on all ranks in place of `accelerator.save_state`, to write model, optimizer and data
-                position into a folder.
+            write: writes model, optimizer and data position into a folder, on all ranks, instead of the Accelerator.
 
         Returns:
             The checkpoint; None if it cannot be written, which is logged. Training can continue.
 
         Raises:
             CheckpointError: `write` raised an error on another rank, which the message names.
+            DuplicateIslandError: another process has begun to train in `output_dir`; nothing was written.
             ConfigError: the limit is not a positive integer; the Accelerator names its checkpoints itself; or the call
                 is inside `outer_weights()`.
         """

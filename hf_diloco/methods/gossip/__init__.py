@@ -55,6 +55,7 @@ def make_optimizer(
     Raises:
         ConfigError: no such method; a setting is unknown, of the wrong type or out of its range; the method diverges
             on the graph, or cannot be combined with SlowMo.
+        UnsupportedError: parameters of other or several dtypes or devices.
     """
     method = find_method(name)
     accepted = _parameters(method)
