@@ -10,6 +10,8 @@ from hf_diloco.gossip.mesh import MeshNeighbours
 from hf_diloco.membership.heartbeats import Members
 from hf_diloco.methods.topology import Topology
 from hf_diloco.store.values import ValueStore
+from hf_diloco.utils.clock import REAL, Clock
+from hf_diloco.utils.waiting import WaitNotes
 from tests.clocks import LONG
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore, below
@@ -25,16 +27,22 @@ N = TypeVar("N", bound=Closable)
 T = TypeVar("T")
 
 
-def join(store: KeptStore, topology: Topology, node: int, **settings: Any) -> MeshNeighbours:
+def join(
+    store: KeptStore, topology: Topology, node: int, *, notes: WaitNotes | None = None, **settings: Any
+) -> MeshNeighbours:
+    """The notes bring the clock."""
+    notes = notes or WaitNotes(node, "node")
     timeouts = {"connect_timeout": LONG, "exchange_timeout": LONG}
     client = store.client()
-    members = settings.pop("members", None) or members_of(client, node, settings.get("name", "gossip"))
-    return MeshNeighbours(client, topology, node, LOCALHOST, members, **{**timeouts, **settings})
+    members = settings.pop("members", None) or members_of(
+        client, node, settings.get("name", "gossip"), clock=notes.clock
+    )
+    return MeshNeighbours(client, topology, node, LOCALHOST, members, notes=notes, **{**timeouts, **settings})
 
 
-def members_of(store: ValueStore, node: int, name: str = "gossip") -> Members:
+def members_of(store: ValueStore, node: int, name: str = "gossip", clock: Clock = REAL) -> Members:
     """This node and the others of a mesh; it soon takes the number over of a thread that had it before."""
-    return Members(below(store.log, name), node, lease=0.3, unit="node")
+    return Members(below(store.log, name), node, lease=0.3, clock=clock, unit="node")
 
 
 def talk_together(num_nodes: int, enter: Callable[[int], N], talk: Callable[[int, N], T]) -> list[T]:

@@ -32,7 +32,8 @@ from hf_diloco.sealing.keys import LinkKey
 from hf_diloco.transport import meeting
 from hf_diloco.transport.base import RateLimit, Traffic
 from hf_diloco.transport.mesh import CHUNK_VALUES
-from tests.clocks import AT_ONCE, LONG
+from hf_diloco.utils.waiting import WaitNotes
+from tests.clocks import AT_ONCE, LONG, FastClock
 from tests.gossip_meshes import LOCALHOST, join, talk_together
 from tests.islands import run_islands, try_islands
 from tests.tcp_stores import KeptStore
@@ -418,7 +419,8 @@ def test_who_has_no_neighbour_at_a_step_keeps_its_vector(store: KeptStore) -> No
 
 def test_nodes_that_do_not_come_at_the_start_are_named(store: KeptStore) -> None:
     topology = make_topology("full", 4)
-    outcomes = try_islands(2, lambda node: join(store, topology, node, connect_timeout=SHORT))
+    with FastClock() as clock:
+        outcomes = try_islands(2, lambda node: join(store, topology, node, notes=WaitNotes(node, "node", clock=clock)))
     for outcome in outcomes:
         assert isinstance(outcome, IslandLostError)
         assert outcome.islands == (2, 3)

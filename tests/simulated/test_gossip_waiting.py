@@ -20,9 +20,10 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.methods.gossip import make_optimizer
 from hf_diloco.methods.topology import make_topology
 from hf_diloco.trainer.gossip_start import Beginning
+from hf_diloco.utils.clock import REAL, Clock
 from hf_diloco.utils.waiting import WaitNotes
 from tests import gossip_meshes
-from tests.clocks import LONG
+from tests.clocks import LONG, FastClock
 from tests.islands import run_islands
 from tests.tcp_stores import KeptStore
 
@@ -31,21 +32,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = 2.0
 
 
-def join(store: KeptStore, node: int, **settings: Any) -> MeshNeighbours:
-    notes = WaitNotes(node, "node", first=0.2, every=0.2)
+def join(store: KeptStore, node: int, clock: Clock = REAL, **settings: Any) -> MeshNeighbours:
+    notes = WaitNotes(node, "node", first=0.2, every=0.2, clock=clock)
     return gossip_meshes.join(store, make_topology("ring", 2), node, notes=notes, **settings)
 
 
 def test_a_node_that_is_alone_says_for_whom_it_waits(store: KeptStore, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(IslandLostError):
-        join(store, 0, connect_timeout=SHORT)
+    with FastClock() as clock, pytest.raises(IslandLostError, match=f"within {LONG:g} s"):
+        join(store, 0, clock)
     assert "node 0: waiting for node 1 (" in caplog.text
 
 
 def test_a_node_that_returns_says_for_whom_it_waits(store: KeptStore, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        with pytest.raises(IslandLostError):
-            join(store, 1, connect_timeout=SHORT)
+    with FastClock() as clock:
+        for _ in range(2):
+            with pytest.raises(IslandLostError, match=f"within {LONG:g} s"):
+                join(store, 1, clock)
     assert "node 1: returning: waiting for node 0 (" in caplog.text
 
 
@@ -129,15 +131,15 @@ def test_who_shows_no_record_is_named(store: KeptStore, caplog: pytest.LogCaptur
     ended = threading.Barrier(2)
 
     def run(node: int) -> None:
-        neighbours = join(store, node)
-        neighbours._connect_timeout = SHORT  # meeting has its own, which is over
+        neighbours = join(store, node, clock)
         if node == 0:
-            with pytest.raises(IslandLostError, match="did not publish the record 'join'"):
+            with pytest.raises(IslandLostError, match=f"did not publish the record 'join' within {LONG:g} s"):
                 neighbours.share("join", {})
         ended.wait(LONG)
         neighbours.close()
 
-    run_islands(2, run)
+    with FastClock() as clock:
+        run_islands(2, run)
     assert "node 0: waiting for node 1 (" in caplog.text
 
 

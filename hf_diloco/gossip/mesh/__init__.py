@@ -97,7 +97,7 @@ class MeshNeighbours(Neighbours):
         self._endpoint = Endpoint(store, node, address, exchange_timeout, rate_limit or RateLimit(), key)
         self._connect_timeout = connect_timeout
         self._notes = notes or WaitNotes(node, "node")
-        self._board = Board(store, name)
+        self._board = Board(store, name, self._notes.clock)
         self._num_shared: dict[str, int] = {}
         self._published: MeshPublished | None = None
         self._is_swapping = threading.Lock()

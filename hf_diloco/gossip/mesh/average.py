@@ -15,7 +15,6 @@ repeat the average:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -70,7 +69,7 @@ class GroupAverage:
         self.members: tuple[int, ...] = ()
         self.is_in_step = True
         self._endpoint = endpoint
-        self._board = board
+        self._board, self._clock = board, board.clock
         self._node = endpoint.node
         self._num_nodes = num_nodes
         self._timeout = endpoint.timeout
@@ -101,7 +100,7 @@ class GroupAverage:
         """See `Neighbours.average`."""
         self.check(vector)
         self._num_averages += 1
-        self._begun = time.monotonic()
+        self._begun = self._clock.now()
         self._num_attempts = 0
         traffic, has_mean = Traffic(), False
         if len(self._group_members) < self._num_nodes and self._board.count("returned") != self._num_returned:
@@ -133,7 +132,7 @@ class GroupAverage:
         if self._buffer.numel() < vector.numel():
             self._buffer = torch.empty(vector.numel())
         self._values = self._buffer[: vector.numel()].copy_(vector)  # a failed exchange must not change `vector`
-        self._exchange_begun = time.monotonic()
+        self._exchange_begun = self._clock.now()
         traffic = self._group.average(self._values, [1.0] * len(self._group_members), CODECS["fp32"])
         self.members = self._group_members
         return traffic
@@ -144,7 +143,7 @@ class GroupAverage:
 
     def _give_up(self, error: ExchangeError) -> None:
         """Leaves the group; marks nodes whose connection broke as suspects, for which the next group waits briefly."""
-        is_late = time.monotonic() - self._exchange_begun >= self._timeout
+        is_late = self._clock.now() - self._exchange_begun >= self._timeout
         num_returned = self._board.count("returned")
         is_back = num_returned != self._num_returned
         if isinstance(error, IslandLostError) and not is_late and not is_back:
@@ -207,7 +206,7 @@ class GroupAverage:
         The group is empty if all nodes have the mean, which is certain once one has gone on with it.
         """
         self._board.put(self._key(self._node), record)
-        begun = time.monotonic()
+        begun = self._clock.now()
         patience = max(self._timeout, 2 * self._timeout - (begun - self._begun))  # twice: they may wait for others too
         present, wait = {self._node}, self._notes.begin(patience, _PURPOSE)
         await_news = self._board.news()
@@ -218,7 +217,7 @@ class GroupAverage:
             if has_mean and self._has_anyone_gone_on():
                 self._board.put_first(self._key("group"), {"nodes": []})
                 continue
-            waited = time.monotonic() - begun
+            waited = self._clock.now() - begun
             if waited > patience or (waited > SUSPECT_SECONDS and absent <= self._find_suspects(absent)) or not absent:
                 if present == {self._node}:
                     self._board.remove(self._key(self._node))  # or others would include this node in the attempt

@@ -13,7 +13,6 @@ never wait for an answer: a proposal that is not decided when its step begins is
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -225,14 +224,15 @@ class Entry:
     def _await(self, say: Callable[[int], T | None]) -> dict[int, T]:
         """Polls `say` until all neighbours have answered; those that do not, or that disconnect, are lost."""
         said: dict[int, T] = {}
-        looked, await_news = time.monotonic(), self._board.news()
+        clock, await_news = self._board.clock, self._board.news()
+        looked = clock.now()
         while missing := sorted(self._edges.keys() - said.keys()):
             for peer in missing:
                 if (word := say(peer)) is not None:
                     said[peer] = word
                 self._straggler_timeout.exclude_own_pause()
-            if time.monotonic() - looked > PROBE_SECONDS:
-                looked = time.monotonic()
+            if clock.now() - looked > PROBE_SECONDS:
+                looked = clock.now()
                 self._look_at([peer for peer in missing if peer not in said])
             await_news()
         self._check_peers_left()

@@ -8,7 +8,6 @@ heartbeats repeatedly. A node that is gone sends nothing new, whatever it sent l
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -107,7 +106,7 @@ class Joining:
         connect_timeout: float,
         notes: WaitNotes,
     ) -> None:
-        self.board = board
+        self.board, self._clock = board, board.clock
         self.node = endpoint.node
         self._members = members
         self._notes = notes
@@ -138,17 +137,17 @@ class Joining:
 
     def _meet_all(self) -> dict[int, Edge]:
         why = partial(who_did_not_fit, self._members.log.store)
-        wait, begun = self._notes.begin(self._connect_timeout, why=why), time.monotonic()
+        wait, begun = self._notes.begin(self._connect_timeout, why=why), self._clock.now()
         with asking():
             missing = self._members.await_all(self._peers, self._connect_timeout, wait)
         edges: dict[int, Edge] = {}
         if not missing:
-            seconds = max(MIN_CONNECT_SECONDS, self._connect_timeout - (time.monotonic() - begun))
+            seconds = max(MIN_CONNECT_SECONDS, self._connect_timeout - (self._clock.now() - begun))
             edges, missing = self._connect_all(self._peers, seconds)
         if missing:
             for edge in edges.values():
                 edge.close()  # or those neighbours would wait for this node, which is about to end
-            if (took := time.monotonic() - begun) < self._connect_timeout:
+            if (took := self._clock.now() - begun) < self._connect_timeout:
                 raise IslandLostError(
                     f"{name_all(missing, 'node')} broke off after {took:.1f} s, while connecting to this node. Look "
                     "at what ended them, and start all nodes again",
@@ -174,7 +173,7 @@ class Joining:
         waiting: set[int] = set()  # restarted neighbours that wait, as this node does, and let nobody in
         wait = self._notes.begin(self._connect_timeout, "returning")
         patience_with_others = max(MIN_GREETING_SECONDS, self._endpoint.timeout / 2)
-        begun, first_greeted, looked = time.monotonic(), math.inf, -math.inf
+        begun, first_greeted, looked = self._clock.now(), math.inf, -math.inf
         await_news = self.board.news()
 
         def is_away(peer: int) -> bool:
@@ -183,7 +182,7 @@ class Joining:
             return peer in waiting or (lost is not None and lost.get("by") != self.node)
 
         while True:
-            now = time.monotonic()
+            now = self._clock.now()
             if now - looked > LOOK_SECONDS:
                 looked = now
                 self.discovery.announce(self.starts)

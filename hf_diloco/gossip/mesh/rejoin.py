@@ -25,7 +25,6 @@ each other in the same way. Both keep their parameters: from an agreed step on, 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,7 +73,7 @@ class Reception:
         self.has_begun = False
         self.is_given_up = False
         self._joining = joining
-        self._board = joining.board
+        self._board, self._clock = joining.board, joining.board.clock
         self._discovery = joining.discovery
         self._node = joining.node
         self._starts = joining.starts
@@ -100,7 +99,7 @@ class Reception:
 
     def look_for(self, peers: Collection[int]) -> None:
         """Begins to look for these nodes too."""
-        now = time.monotonic()
+        now = self._clock.now()
         with self._lock:
             self._lost.update({peer: now + _rest_seconds(self._num_again[peer]) for peer in peers})
         self._look_on()
@@ -168,7 +167,7 @@ class Reception:
                         self._look_for_one(peer, heard.get(peer))
             except (DiLoCoError, RuntimeError):  # no answer of the store, or no thread can be started now: try later
                 pass
-            time.sleep(LOOK_SECONDS)
+            self._clock.sleep(LOOK_SECONDS)
 
     def _look_for_one(self, peer: int, announcement: Announcement | None) -> None:
         if announcement is not None:
@@ -207,7 +206,7 @@ class Reception:
         agreement: Agreement
         if self._node == low:
             is_missed = announcement is not None and self._node in announcement.said.misses
-            if not is_missed or time.monotonic() < self._lost[peer]:
+            if not is_missed or self._clock.now() < self._lost[peer]:
                 return
             attempt = self._board.count(attempts, 1)
             agreement = Proposer(self._board, f"{attempts}/{attempt}", self._node, peer, self._num_nodes)

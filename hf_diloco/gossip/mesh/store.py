@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from hf_diloco.errors import DiLoCoError, IslandLostError, StoreError
 from hf_diloco.gossip.records import Record, pack_record, unpack_record
 from hf_diloco.store.values import ValueStore
+from hf_diloco.utils.clock import REAL, Clock
 
 logger = logging.getLogger("hf_diloco")
 
@@ -47,14 +47,16 @@ class Board:
     Args:
         store: shared by all nodes.
         name: of the mesh, unique in the store.
+        clock: of the mesh's waits for nodes that say nothing.
     """
 
-    def __init__(self, store: ValueStore, name: str) -> None:
+    def __init__(self, store: ValueStore, name: str, clock: Clock = REAL) -> None:
         self._store = store
         self._putting = threading.Lock()
         self._pending: dict[str, Record] = {}
         self._is_putting = False  # in a thread; one at a time, so that an older record never replaces a newer one
         self.name = name
+        self.clock = clock
 
     def put(self, key: str, record: Record) -> None:
         """Writes a record under `key`; replaces an earlier one."""
@@ -134,11 +136,11 @@ class Board:
 
         Polls `meanwhile` with the missing nodes; an exception that it raises ends the wait.
         """
-        deadline, await_news = time.monotonic() + seconds, self.news()
+        deadline, await_news = self.clock.now() + seconds, self.news()
         while True:
             found = self.read_all(keys)
             missing = keys.keys() - found.keys()
-            if not missing or time.monotonic() >= deadline:
+            if not missing or self.clock.now() >= deadline:
                 return found
             meanwhile(missing)
             await_news()
