@@ -157,6 +157,7 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         if trainer is not None:
             self._replace(trainer, "_save_checkpoint", self._save)
             self._replace(trainer, "_run_epoch", self._run_epoch)
+            self._guard_other_callbacks(trainer)
             self._tell_launcher(args, trainer)
 
     def _check_alone(self) -> None:
@@ -165,6 +166,14 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
     def _replace(self, trainer: Trainer, name: str, ours: Callable[..., Any]) -> None:
         """Replaces a method by `ours` until training ends; `ours` gets the Trainer, the method and its arguments."""
         self._replaced.enter_context(replaced(trainer, name, partial(ours, trainer, getattr(trainer, name))))
+
+    def _guard_other_callbacks(self, trainer: Trainer) -> None:
+        """Makes this callback notice errors of those that begin after it, such as a tracker whose login fails."""
+        for other in trainer.callback_handler.callbacks:
+            own = getattr(other, "__dict__", {})
+            if other is not self and "on_train_begin" not in own:
+                own["on_train_begin"] = self._giving_back()(other.on_train_begin)
+                self._replaced.callback(own.pop, "on_train_begin", None)  # Trainers in threads may share it
 
     def _save(self, trainer: Trainer, save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Runs the Trainer's save. A rank that cannot write runs all other steps, so that no rank waits for it."""

@@ -532,10 +532,13 @@ def test_a_second_training_that_ended_in_an_error_goes_on_in_its_own_place(tmp_p
     assert sorted(path.parent.name for path in (tmp_path / "store").rglob("run.json")) == ["store", "training-2"]
 
 
-@pytest.mark.parametrize("at_the_start", [False, True])
-def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(
-    at_the_start: bool, tmp_path: Path, free_port: int
-) -> None:
+class CannotLogIn(TrainerCallback):
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such account")
+
+
+@pytest.mark.parametrize("where", ["a step", "an evaluation before the first step", "a tracker"])
+def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(where: str, tmp_path: Path, free_port: int) -> None:
     common: dict[str, Any] = {"num_islands": 2, "rendezvous": f"tcp://127.0.0.1:{free_port}", "sync_every": 2}
 
     def other() -> None:
@@ -548,10 +551,10 @@ def test_an_error_in_a_process_that_lives_on_is_told_to_the_others(
 
     with Beside(other) as failures:
         callback = DiLoCoCallback(island=0, **common)
-        trainer = make_trainer(
-            tmp_path / "run", callback, Interrupts(RuntimeError(), callback), eval_on_start=at_the_start
-        )
-        if at_the_start:
+        another = CannotLogIn() if where == "a tracker" else Interrupts(RuntimeError(), callback)
+        evaluates = where == "an evaluation before the first step"
+        trainer = make_trainer(tmp_path / "run", callback, another, eval_on_start=evaluates)
+        if evaluates:
             trainer.compute_metrics = Mock(side_effect=RuntimeError)
         with pytest.raises(RuntimeError):
             trainer.train()
