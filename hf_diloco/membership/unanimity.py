@@ -71,6 +71,7 @@ class Unanimity:
         vote_patience: seconds to wait for all votes.
         links: detect islands that are gone. The first link carries messages; without links, the store does. May be
             filled later.
+        gone: islands that were lost, which no wait should include.
     """
 
     all_gather: AllGather
@@ -82,6 +83,7 @@ class Unanimity:
     def __post_init__(self) -> None:
         self._island = self.all_gather.island
         self._decisions = Decisions(self.log, self.all_gather.island, self.all_gather.clock)
+        self.gone: set[int] = set()
         self._next = Attempt(0, 0)  # of a round that is repeated
         self._said: list[str] = []
         self._planned: deque[str] = deque()
@@ -173,6 +175,8 @@ class Unanimity:
         patience = self.vote_patience if vote.mean or vote.again else 0.0
         votes, *_ = self._gather(attempt, vote, f"round {attempt.round}, vote", patience)
         outcome = self._decide(attempt, verdict(self._island, votes, self.all_gather.num_islands, attempt.round))
+        if outcome.kind == "commit" or outcome.is_split:  # all have voted: nobody is lost
+            self.gone.clear()
         if outcome.is_split:
             self._next = Attempt(attempt.round, attempt.number + 1)
         return outcome
@@ -240,6 +244,7 @@ class Unanimity:
         wait = self.all_gather.notes.begin(patience, what)
         found, heard = {self._island: own}, partial(hear, links, folder, kind) if links else None
         missing, gone = self.all_gather.collect(found, look, patience, wait, may_stop, heard, self.links)
+        self.gone.update(gone)
         return found, missing, gone
 
     def _tidy(self, attempt: Attempt) -> None:

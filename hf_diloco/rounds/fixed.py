@@ -242,20 +242,22 @@ class FixedSession(BaseSession):
     # Leaving
 
     def leave(self, finished: bool, failed: bool = False) -> None:
-        """See `BaseSession.leave`; waits for the others to leave, too.
+        """See `BaseSession.leave`; waits for the others to leave, too, except those that were lost.
 
         So island 0, which keeps the store, stays until all have left, or until `FAREWELL_SECONDS`.
         """
 
         def farewell() -> None:
+            absent = set(self._absent)
             try:
                 if self._unanimity:
+                    absent |= self._unanimity.gone
                     self._unanimity.leave(self.outer.round + 1, finished, failed)
                 if self.members:
                     self.members.leave("finished" if finished else "left")
                 patience = FAREWELL_SECONDS["finished" if finished else "early"]
                 goodbye = {"round": self.outer.round, "finished": finished}
-                others = self._all_gather.share("done", goodbye, patience, interruptible=False, absent=self._absent)
+                others = self._all_gather.share("done", goodbye, patience, interruptible=False, absent=absent)
                 if finished and not all(other.get("finished") for other in others):
                     logger.warning(_ENDED_BEFORE, self.config.island, self.outer.round)
             except DiLoCoError as error:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from hf_diloco.codecs import CODECS, Codec
-from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError
+from hf_diloco.errors import DamagedTransferError, DiLoCoError, DivergedError, IslandLostError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.inner.partition import Partition
 from hf_diloco.membership.round_records import Attempt, OfferRecord, OutcomeRecord
@@ -30,6 +30,8 @@ class FixedRounds(Rounds):
     Attributes:
         buffers: of the inner optimizer, averaged with the pseudo-gradient in each round for which training waits.
     """
+
+    decider: Unanimity
 
     def __init__(
         self,
@@ -85,6 +87,8 @@ class FixedRounds(Rounds):
             if damage:
                 raise damage
         except DiLoCoError as failure:
+            if self.island.is_leader and isinstance(failure, IslandLostError):
+                self.decider.gone.update(failure.islands)
             # Whichever island sent the damage, even one that is left out: all repeat the round.
             blamed = planned.participants if isinstance(failure, DamagedTransferError) else ()
             if self.abort(planned, blamed, str(failure)).is_split:

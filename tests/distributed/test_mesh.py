@@ -300,9 +300,11 @@ def test_a_dead_island_is_noticed_by_those_who_wait(moment: str, free_port: int,
         islands[1].wait(expect=9)
         died = time.monotonic()
         for island in (0, 2):
-            last = islands[island].wait(expect=1).output.splitlines()[-1]
+            output = islands[island].wait(expect=1).output
+            last = output.splitlines()[-1]
             assert last.startswith("IslandLostError: ")
             assert re.search(r"islands? \[?1\b", last), last
+            assert "waiting for island 1 at" not in output, "when they leave, they know that it is gone"
         assert time.monotonic() - died < LONG
 
 
