@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hf_diloco.errors import DivergedError, IslandLostError, PayloadError
+from hf_diloco.errors import DivergedError, IslandLostError, PayloadError, StoreError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.quorum import Quorum
 from hf_diloco.membership.round_records import Attempt, OutcomeRecord, Snapshot, round_of
@@ -28,6 +28,18 @@ logger = logging.getLogger("hf_diloco")
 
 LOOK_SECONDS = 0.2
 """Poll interval of the store while waiting for other islands."""
+START_ALL = (
+    "It may come from an island that holds a later state: start all. If none does, stop all, and start them with an "
+    "empty rendezvous: they go on from their checkpoints in a new run"
+)
+
+
+class NoLaterStateError(IslandLostError):
+    """A committed round cannot be carried out, and there is no later snapshot yet."""
+
+
+class StrandedError(IslandLostError):
+    """Nobody who holds a later state has been there for `join_timeout`: the island ends."""
 
 
 @dataclass
@@ -49,6 +61,7 @@ class Archive:
     clock: Clock
     last: tuple[Attempt, OutcomeRecord] | None = None
     _before: tuple[Attempt, OutcomeRecord] | None = None
+    _stranded: tuple[int, float] = (-1, 0.0)  # the round after which nobody holds a later state, and since when
 
     def __post_init__(self) -> None:
         self.config = self.outer.config
@@ -222,7 +235,22 @@ class Archive:
 
     def _load_later_snapshot(self, error: PayloadError) -> None:
         if not self.load_snapshot(lambda: getattr(self.snapshots.newest(self.outer.round), "folder", None)):
-            raise IslandLostError(f"{error}: there is no later snapshot yet to go on from")
+            raise NoLaterStateError(f"{error}: there is no later snapshot yet to go on from")
+
+    def is_stranded(self) -> bool:
+        """Whether no live island has held a later state for `join_timeout` seconds. On the leader, when it is missing.
+
+        A live one writes a snapshot sooner or later.
+        """
+        assert self.quorum is not None
+        number, now = self.outer.round, self.clock.now()
+        try:
+            others = self.quorum.members.others().values()
+        except StoreError:
+            return False
+        if self._stranded[0] != number or any(heartbeat.round > number for heartbeat in others):
+            self._stranded = number, now
+        return now - self._stranded[1] >= self.config.join_timeout
 
     def _drop_after(self, number: int) -> None:
         """Drops progress from a checkpoint that rounds after `number` may have used."""

@@ -35,7 +35,7 @@ from hf_diloco.membership.run import RunRecord, check_welcome, enter_run
 from hf_diloco.outer.checkpoint import newest_sound, whole_checkpoints
 from hf_diloco.outer.fragment import Fragment
 from hf_diloco.outer.saved_state import restore_state
-from hf_diloco.rounds.catch_up import LOOK_SECONDS, Archive
+from hf_diloco.rounds.catch_up import LOOK_SECONDS, START_ALL, Archive, NoLaterStateError, StrandedError
 from hf_diloco.rounds.direct import open_engines
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.joining import Joining, Pace
@@ -243,6 +243,7 @@ class ElasticSession(BaseSession):
 
         Raises:
             MissedRoundError: no quorum, or the store does not answer. Training may continue.
+            IslandLostError: only islands that are lost hold the state that this one needs to go on.
             StopRequested: this island was asked to stop while it waited. Other islands may use its offer.
             DivergedError, ForgedError, DuplicateIslandError: this island must end.
         """
@@ -269,8 +270,13 @@ class ElasticSession(BaseSession):
     def take_refused(self) -> dict[int, str]:
         return self.rounds.refused.take() | (self.members.log.newly_refused.take() if self.members else {})
 
-    def _missed(self, error: DiLoCoError) -> MissedRoundError:
+    def _missed(self, error: DiLoCoError) -> DiLoCoError:
         """Prepares training to continue without a round; returns the error to raise."""
+        if isinstance(error, StrandedError):  # from `_sync`, inside `advance`
+            return error
+        if isinstance(error, NoLaterStateError) and self.island.on_leader(self.rounds.archive.is_stranded):
+            within = f"no island that holds a later state has been there within {self.config.join_timeout:g} s"
+            return StrandedError(f"{error}, and {within} (join_timeout). {START_ALL}")
         if self.island.is_leader and isinstance(error, StoreFullError):
             self.rounds.archive.snapshots.make_room()
         if isinstance(error, StoreError):  # peers' progress is unknown, too

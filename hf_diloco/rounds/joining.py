@@ -22,7 +22,7 @@ from hf_diloco.membership.round_records import round_of
 from hf_diloco.membership.run import RunRecord, check_welcome
 from hf_diloco.outer.schedule import steps_before
 from hf_diloco.outer.state import OuterState
-from hf_diloco.rounds.catch_up import LOOK_SECONDS
+from hf_diloco.rounds.catch_up import LOOK_SECONDS, START_ALL
 from hf_diloco.rounds.elastic_rounds import ElasticRounds
 from hf_diloco.rounds.round import SyncClock
 from hf_diloco.utils.clock import REAL, Clock
@@ -216,10 +216,7 @@ class Joining:
                 if self.island.is_leader:
                     logger.info("still catching up: %s", error)
                 if not self.island.on_leader(partial(self._may_try_again, since, pause)):
-                    raise IslandLostError(
-                        f"{error}. It may come from an island that holds a later state: start all. If none does, stop "
-                        "all, and start them with an empty rendezvous: they go on from their checkpoints in a new run"
-                    ) from None
+                    raise IslandLostError(f"{error}. {START_ALL}") from None
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _may_try_again(self, since: float, pause: float) -> bool:

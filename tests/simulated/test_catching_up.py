@@ -6,8 +6,10 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -311,6 +313,30 @@ def test_a_missed_round_names_who_may_still_hold_its_average(tmp_path: Path, fas
     delete(log_of(meeting), f"rounds/{number:08d}/00/mean")
     with pytest.raises(MissedRoundError, match=rf"the average of round {number}, taken by island 0, is not in"):
         late.session.sync()
+
+
+def test_who_needs_what_only_a_lost_island_holds_ends_after_a_while(tmp_path: Path) -> None:
+    """Else it would train alone for ever, and wait in each round for what does not come."""
+    meeting = Meeting(tmp_path, 2, snapshot_every=100, exchange_timeout=3.0, **ENGINES["mesh"])
+    holder, left = run_islands(2, lambda island: meeting.island(island).train(2))
+    holder.session.rounds.archive.engines[0].on_outcome = lambda *_: None  # type: ignore[method-assign]
+    left.session.rounds.apply_outcome = Mock(side_effect=StoreError("the store is down"))  # type: ignore[method-assign]
+    run_islands(2, lambda island: (holder, left)[island].train(2))
+    assert (holder.session.outer.round, left.session.outer.round) == (2, 1)
+    del left.session.rounds.apply_outcome
+    for _ in range(8):  # longer than join_timeout
+        left.train(2)
+    assert left.missed == 9, "the other is there, and holds it"
+    holder.die()
+
+    def train_on() -> None:
+        for _ in range(100):
+            left.step()
+            with suppress(MissedRoundError):
+                left.session.advance()  # as the callback does
+
+    with pytest.raises(IslandLostError, match=r"average of round 2.* within 20 s \(join_timeout\).*: start all\."):
+        train_on()
 
 
 def test_an_average_whose_record_makes_no_sense_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
