@@ -13,6 +13,7 @@ from typing import NamedTuple
 from hf_diloco.config.advice import tell_who_is_alone
 from hf_diloco.config.base import need_number
 from hf_diloco.config.diloco import DiLoCoConfig
+from hf_diloco.errors import ConfigError
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.ended_runs import has_noted_ends, is_of_ended_run
 from hf_diloco.rounds.fixed import FixedSession
@@ -99,11 +100,19 @@ def abandon_last(config: DiLoCoConfig, island: IslandGroup) -> None:
     """Leaves this thread's last session at the same rendezvous, if it ended in an error before it left.
 
     Collective over the island's ranks. Some of them may no longer have the session.
+
+    Raises:
+        ConfigError: it has not ended: the call is inside the `with` block of its loop.
     """
     last = _last.get((config.rendezvous, config.island))
     session = last.session() if last and last.thread == threading.get_ident() else None
     if session is not None and session.has_left:
         session = None
+    if any(island.gather(session is not None and session.is_inside)):
+        raise ConfigError(
+            f"this is inside the `with` block of another OuterLoop, which is island {config.island} at "
+            f"{config.rendezvous}: end that one first, or give each loop a rendezvous of its own"
+        )
     has_it = island.gather(session is not None)
     if session is not None and all(has_it):
         session.abandon()

@@ -40,6 +40,7 @@ class BaseSession(ABC):
         chosen: describes the values that `join` chose for "auto" settings, and their source.
         has_left: `leave` was called; figures stay readable.
         has_finished: the island left after it had taken all its steps.
+        is_inside: a `with` block of a loop uses it, and has not ended.
         members: heartbeats of this island and the others; on the island's leader, once it has entered.
         num_steps: inner steps that this island is to take, if known; set before `join`.
         num_rounds: rounds that the run is to have, if known; set before `join`.
@@ -63,7 +64,7 @@ class BaseSession(ABC):
         self._pulls = find_method(config.method).pulls
         self._failure: DiLoCoError | None = None  # of a round that `drain` waited for
         self._reports: list[SyncReport] = []  # kept for the next call if a round fails
-        self.has_left = self.has_finished = False
+        self.has_left = self.has_finished = self.is_inside = False
         self.chosen = ""
         self.num_steps: int | None = None
         self.num_rounds: int | None = None

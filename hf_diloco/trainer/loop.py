@@ -141,6 +141,7 @@ class OuterLoop(HasOuterWeights):
         session = self._meet()
         with self._leaving_on_error():
             self._begin(session, open_shards(self._model, self._optimizer, session.island.size))
+        session.is_inside = True
         return self
 
     def _meet(self) -> BaseSession:
@@ -173,6 +174,7 @@ class OuterLoop(HasOuterWeights):
             self._try_advance(session, is_last=self._has_taken_all)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: Any) -> None:
+        self._need_session().is_inside = False
         if error is not None:
             self._fail(error)
             return
@@ -238,10 +240,9 @@ class OuterLoop(HasOuterWeights):
             raise ConfigError("step() after the `with` block of OuterLoop: the other islands are gone; call it inside")
         if self._shows_outer:
             raise ConfigError("step() within outer_weights(), whose end restores the earlier weights: train outside")
-        if weight is None and self.config.weight_by != "uniform":
-            raise ConfigError(
-                f"weight_by={self.config.weight_by!r} needs step(weight=number of {self.config.weight_by})"
-            )
+        unit = self.config.weight_by
+        if weight is None and unit != "uniform":
+            raise ConfigError(f"weight_by={unit!r} needs step(weight=number of {unit})")
         number = check_weight(weight)
         self._seen += number
         if not self._accelerator.sync_gradients:
@@ -249,7 +250,7 @@ class OuterLoop(HasOuterWeights):
             return None
         self.global_step += 1
         session.outer.count_step(number)
-        rate = self._speed.count(1.0 if self.config.weight_by == "uniform" else self._seen)
+        rate = self._speed.count(1.0 if unit == "uniform" else self._seen)
         self._seen = 0.0
         if not session.is_due(is_last=self._has_taken_all):
             self._update_progress(state="training", tokens_per_second=rate)

@@ -380,6 +380,23 @@ def test_a_loop_is_entered_once_and_stepped_inside(tmp_path: Path) -> None:
     assert outer.round == 1
 
 
+def test_a_loop_within_another_at_the_same_place_is_refused(tmp_path: Path) -> None:
+    """It would take the other's part in the run. After it, another one may begin there."""
+    common: dict[str, Any] = {"num_islands": 2, "min_islands": 1, "island": 0, "sync_every": 1, "join_timeout": 0.3}
+    loops = [
+        make_loop(output_dir=tmp_path / name, config=DiLoCoConfig(rendezvous=f"file://{tmp_path / place}", **common))
+        for name, place in [("outer", "a"), ("inner", "a"), ("elsewhere", "b"), ("later", "a")]
+    ]
+    with loops[0] as outer:
+        with pytest.raises(ConfigError, match=r"inside the `with` block of another OuterLoop, .* island 0 at file://"):
+            loops[1].__enter__()
+        with loops[2]:
+            pass
+        assert outer.step() is not None
+    with loops[3] as later:
+        assert later.step() is not None
+
+
 def test_loops_of_unequal_lengths_are_refused_when_they_meet(tmp_path: Path, free_port: int) -> None:
     def island_main(island: int) -> None:
         rendezvous = f"tcp://127.0.0.1:{free_port}"
