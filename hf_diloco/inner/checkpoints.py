@@ -40,7 +40,7 @@ LONGEST_CONVERSION = 24 * 3600.0
 """Timeout in seconds of the other ranks while the leader converts a checkpoint."""
 
 _PART = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_SUFFIX = "_universal"
+_SUFFIX = "_converted"  # unlike the usual name of universal checkpoints that people make
 _CUTS_PARAMETERS = 3
 
 
@@ -62,6 +62,7 @@ def load_engine(engine: Any, load_dir: str, tag: str | None = None, **kwargs: An
     check_stage(folder, engine.zero_optimization_stage(), is_cut, ranks)
     written_by = max(ranks.gather(count_ranks(folder)))
     if written_by in (0, ranks.size):  # 0: stage 0, which is not sharded, or nothing to convert
+        ranks.on_leader(lambda: _delete_leftover(folder))
         return load(load_dir, tag, **kwargs)
     with _converted(folder, written_by, ranks) as universal, _loading_universal(engine):
         return load(load_dir, universal.name, **kwargs)
@@ -116,7 +117,7 @@ def _converted(folder: Path, written_by: int, ranks: IslandGroup) -> Iterator[Pa
 
     Islands that resume from the same checkpoint take turns.
     """
-    universal = folder.with_name(folder.name + _SUFFIX)
+    universal = _universal_of(folder)
     with ExitStack() as turn:
         ranks.on_leader(lambda: turn.enter_context(_locked(folder)))
         try:
@@ -128,20 +129,41 @@ def _converted(folder: Path, written_by: int, ranks: IslandGroup) -> Iterator[Pa
             ranks.on_leader(lambda: _delete(universal))  # the others wait: no search of the folder may see it vanish
 
 
+def _universal_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + _SUFFIX)
+
+
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Waits until no other process is inside; does not wait if the files cannot be locked."""
+def _locked(folder: Path, waits: bool = True) -> Iterator[bool]:
+    """Waits until no other process is inside. Yields False, without waiting, if the files cannot be locked.
+
+    Args:
+        waits: otherwise yields False if another process is inside.
+    """
+    is_locked = False
     with ExitStack() as stack:
         with suppress(OSError, StopIteration):
             part = next(path for path in folder.iterdir() if _PART.fullmatch(path.name))
             file = stack.enter_context(part.open("r+b"))  # NFS locks only what is open for writing
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        yield is_locked
+
+
+def _delete_leftover(folder: Path) -> None:
+    """Deletes the copy of a conversion that was killed, but not one that another island reads."""
+    if (universal := _universal_of(folder)).is_dir():
+        with _locked(folder, waits=False) as is_locked:
+            if is_locked:
+                _delete(universal)
 
 
 def _delete(universal: Path) -> None:
     shutil.rmtree(universal, ignore_errors=True)
-    (universal.parent / "latest_universal").unlink(missing_ok=True)
+    latest = universal.parent / "latest_universal"
+    with suppress(OSError):
+        if latest.read_text(encoding="utf-8").strip() == universal.name:
+            latest.unlink()
 
 
 def _convert(folder: Path, universal: Path, written_by: int, num_ranks: int) -> None:

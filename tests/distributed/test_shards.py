@@ -48,7 +48,7 @@ REFUSED = {
     "doubles": r"parameter weight is float64, and islands keep and exchange float32: .*model.float\(\)",
     "complex numbers": "parameter weight has type torch.complex64: only floating-point parameters",
     "files of other machines": r"was written by 3 ranks, and this island has 2: .*of 1 ranks\), or start 3 ranks",
-    "folder of one machine": "elsewhere/step_universal .* is not on this rank's disk: .* all machines of the island",
+    "folder of one machine": "elsewhere/step_converted .* is not on this rank's disk: .* all machines of the island",
 }
 """What is said to each case of `tests.programs.shards_refusals`."""
 

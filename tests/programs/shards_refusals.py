@@ -297,7 +297,13 @@ def save_alone() -> None:
     engine = engine_of(2)
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()
-    engine.save_checkpoint(str(folder_of("of 1 rank")), tag="step")
+    engine.save_checkpoint(str(checkpoint := folder_of("of 1 rank")), tag="step")
+    (leftover := checkpoint / "step_converted").mkdir()  # of a conversion that was killed
+    (pointer := checkpoint / "latest_universal").write_text(leftover.name)
+    (own := checkpoint / "step_universal").mkdir()  # made by hand
+    load_engine(engine, str(checkpoint), tag="step")
+    assert (leftover.exists(), pointer.exists(), own.exists()) == (False, False, True)
+    own.rmdir()
 
 
 def loaded(checkpoint: Path) -> Made:
