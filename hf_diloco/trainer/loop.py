@@ -29,7 +29,7 @@ from hf_diloco.trainer.checkpoint_folder import CheckpointFolder
 from hf_diloco.trainer.progress import Progress, Speed, launchers_folder
 from hf_diloco.trainer.record import IslandRecord
 from hf_diloco.trainer.refusals import refuse
-from hf_diloco.trainer.saving import save_accelerator, weights_name
+from hf_diloco.trainer.saving import check_folder, check_saving, save_accelerator, weights_name
 from hf_diloco.trainer.stop import StopFlag, launchers_stop_file
 from hf_diloco.trainer.views import HasOuterWeights
 
@@ -296,11 +296,12 @@ class OuterLoop(HasOuterWeights):
 
         Raises:
             CheckpointError: on every rank, if one cannot write. Training can continue.
-            ConfigError: the call is inside `outer_weights()`.
+            ConfigError: `folder` is no path; or the call is inside `outer_weights()`.
         """
+        to = check_folder("save_state", folder)
         self._begin_save("save_state")
-        self._write_outer(Path(folder), is_last=False)
-        self._note_saved(Path(folder))
+        self._write_outer(to, is_last=False)
+        self._note_saved(to)
 
     def save_checkpoint(self, limit: int | None = None, write: Callable[[Path], object] | None = None) -> Path | None:
         """Writes `output_dir`/checkpoint-N after N steps, atomically, for `common_checkpoint`.
@@ -319,14 +320,12 @@ class OuterLoop(HasOuterWeights):
         Raises:
             CheckpointError: `write` raised an error on another rank, which the message names.
             DuplicateIslandError: another process has begun to train in `output_dir`; nothing was written.
-            ConfigError: the limit is not a positive integer; the Accelerator names its checkpoints itself; or the call
-                is inside `outer_weights()`.
+            ConfigError: the limit is not a positive integer, or `write` no function; the Accelerator names its
+                checkpoints itself; or the call is inside `outer_weights()`.
         """
         if self._checkpoints is None:
             raise ConfigError(self.NOT_BEGUN)
-        limit = check_count("limit", limit, "save_checkpoint") or 0
-        if write is None and self._accelerator.project_configuration.automatic_checkpoint_naming:
-            raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")
+        limit = check_saving(self._accelerator, limit, write)
         self._begin_save("save_checkpoint")
         checkpoint = self._checkpoints.path(self.global_step)
         self._checkpoints.begin(checkpoint, partial(save_accelerator, self._accelerator, checkpoint, write))

@@ -18,8 +18,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedConfig, Trainer, trainer as trainer_module
 
+from hf_diloco.errors import ConfigError
+from hf_diloco.trainer.arguments import check_count, path_given
 from hf_diloco.utils.files import is_write_failure, reason_of, telling
 
+_FOLDER = "give the folder to save into"
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _FSDP_STEPS = ("save_fsdp_model", "save_fsdp_optimizer")
 """Accelerate's functions that write FSDP checkpoints; their callers look them up as attributes of the module."""
@@ -33,6 +36,22 @@ def noting_failures(trainer: Trainer, failures: list[str]) -> Iterator[None]:
         steps += [(trainer_module, name) for name in _FSDP_STEPS]
     with _noting_in(steps, [trainer.model_wrapped] if trainer.is_deepspeed_enabled else [], failures):
         yield
+
+
+def check_folder(call: str, folder: Any) -> Path:
+    """Returns the folder to save into; raises `ConfigError` if it is none."""
+    if path := path_given(call, "folder", folder, _FOLDER):
+        return path
+    raise ConfigError(f"{call}(folder={folder!r}): {_FOLDER}")
+
+
+def check_saving(accelerator: Accelerator, limit: Any, write: Any) -> int:
+    """Returns the limit of `save_checkpoint`, 0 without one; raises `ConfigError` if an argument is wrong."""
+    if write is None and accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ConfigError("automatic_checkpoint_naming=True: leave it out, save_checkpoint() names checkpoints")
+    if write is not None and not callable(write):
+        raise ConfigError(f"save_checkpoint(..., write={write!r}): give a function of the folder, or leave it out")
+    return check_count("limit", limit, "save_checkpoint") or 0
 
 
 def save_accelerator(

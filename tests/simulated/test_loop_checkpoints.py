@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,20 @@ def test_limits_that_are_none(limit: Any, tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"save_checkpoint\(..., limit=.*\): give a whole number from 1 on"),
     ):
         outer.save_checkpoint(limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda outer: outer.save_checkpoint(write="a"), r"save_checkpoint\(..., write='a'\): give a function"),
+        (lambda outer: outer.save_state(3), r"save_state\(folder=3\): give the folder to save into"),
+        (lambda outer: outer.save_state(None), r"save_state\(folder=None\): give the folder to save into"),
+        (lambda outer: outer.save_state(""), r"save_state\(folder=''\): give the folder to save into"),
+    ],
+)
+def test_neither_folders_nor_functions(call: Callable[[OuterLoop], Any], message: str, tmp_path: Path) -> None:
+    with Loop(tmp_path).begun() as outer, pytest.raises(ConfigError, match=message):
+        call(outer)
 
 
 def test_calls_at_the_wrong_time(tmp_path: Path) -> None:
