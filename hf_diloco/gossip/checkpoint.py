@@ -31,18 +31,23 @@ from hf_diloco.outer.manifest import (
     recover_replaced,
     write_record,
 )
-from hf_diloco.utils.files import telling
+from hf_diloco.utils.files import read_json, telling, write_json
 from hf_diloco.utils.text import name_all
 
 RECORD = "gossip.json"
 """Name of the record, the last file that is written into a checkpoint."""
+TRAINER_STATE = "trainer_state.json"
 _NUM_READ = 2  # newest intact checkpoints whose contents are verified; older ones are assumed to be intact
 
 logger = logging.getLogger("hf_diloco")
 
 
 class GossipIndex(BaseModel):
-    """The contents of `gossip.json`. `life` identifies the start of the run, the same on all nodes, that wrote it."""
+    """The contents of `gossip.json`. `life` identifies the start of the run, the same on all nodes, that wrote it.
+
+    `step` is the node's. The Trainer's own state has the step up to which the node has read its data, which is less on
+    one that has entered: from that step the Trainer finds its place in the data.
+    """
 
     format: int = 1
     step: int = Field(ge=0)
@@ -53,11 +58,24 @@ class GossipIndex(BaseModel):
     files: list[FileRecord] = []
 
 
-def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup) -> None:
+def save_index(checkpoint: Path, index: GossipIndex, ranks: IslandGroup, behind: int = 0) -> None:
     """Marks a checkpoint as complete, after all other files are written. Collective over the node's ranks.
+
+    Args:
+        behind: steps by which this node is behind `index.step` in its data.
 
     Raises `CheckpointError`, on every rank, if the record cannot be written.
     """
+
+    def write_place_in_data() -> None:
+        with telling(checkpoint):
+            state = checkpoint / TRAINER_STATE
+            if not (found := read_json(state)):
+                raise CheckpointError(f"{state}, which was just written, cannot be read: is the disk sound?")
+            write_json(state, {**found, "global_step": index.step - behind})
+
+    if behind:
+        ranks.on_leader(write_place_in_data)
     whole = index.model_copy(update={"files": record_files(checkpoint, ranks, RECORD)})
 
     def write() -> None:
@@ -78,10 +96,10 @@ def read_index(checkpoint: Path) -> GossipIndex:
     return index
 
 
-def check_index(checkpoint: Path, mine: GossipIndex, ranks: IslandGroup) -> None:
-    """Raises `CheckpointError`, on every rank, if the checkpoint is another node's, method's or graph's.
+def check_index(checkpoint: Path, mine: GossipIndex, ranks: IslandGroup) -> int:
+    """Returns the step of a checkpoint. Collective over the node's ranks.
 
-    Collective over the node's ranks.
+    Raises `CheckpointError`, on every rank, if the checkpoint is another node's, method's or graph's.
     """
     index = ranks.on_all(lambda: read_index(checkpoint))
     for name in ("node", "num_nodes", "method"):
@@ -91,6 +109,7 @@ def check_index(checkpoint: Path, mine: GossipIndex, ranks: IslandGroup) -> None
                 f"{checkpoint} was written with {name} {was}, but it is {is_now} now: set it back, or start anew in "
                 "another run folder"
             )
+    return index.step
 
 
 def whole_checkpoints(output_dir: Path) -> dict[int, Path]:
@@ -101,7 +120,7 @@ def whole_checkpoints(output_dir: Path) -> dict[int, Path]:
             index = read_index(path)
         except CheckpointError:
             continue
-        if (path / "trainer_state.json").is_file():
+        if (path / TRAINER_STATE).is_file():
             found[index.step] = path
     return found
 

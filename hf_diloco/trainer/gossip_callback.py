@@ -17,11 +17,8 @@ from hf_diloco.errors import ConfigError, IslandLostError, UnsupportedError
 from hf_diloco.gossip.averages import are_equal
 from hf_diloco.gossip.checkpoint import (
     RECORD,
-    GossipIndex,
-    check_index,
     files_of,
     find_whole,
-    save_index,
     sound_checkpoints,
 )
 from hf_diloco.gossip.config import GossipConfig
@@ -40,7 +37,7 @@ from hf_diloco.trainer.arguments import (
     name_evaluated,
 )
 from hf_diloco.trainer.base import RunCallback
-from hf_diloco.trainer.frames import find_resumed, find_trainer, move_before_trackers
+from hf_diloco.trainer.frames import find_trainer, move_before_trackers
 from hf_diloco.trainer.gossip_start import Beginning, check_gossip
 from hf_diloco.trainer.gossip_steps import (
     CommonSteps,
@@ -235,8 +232,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         if not (optimizer.is_in_step and optimizer.num_vectors):  # a stop request need not spread step by step
             node.end.window = 1
         node.rekey()
-        if state.global_step:
-            check_index(find_resumed(args, state.global_step), self._index(state), self._ranks)
+        self._beginning.find_step(args, state)
         loader = kwargs["train_dataloader"]
         weighed = check_eval_sizes(self._num_eval_examples, trainer, self.config.num_nodes)
         with_others = self.config.eval_weights == "average" or bool(weighed)
@@ -313,7 +309,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         super().on_save(args, state, control, **kwargs)
 
     def _complete(self, checkpoint: Path, state: TrainerState) -> None:
-        save_index(checkpoint, self._index(state), self._ranks)
+        self._beginning.complete(checkpoint, state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ends the record; the nodes stay together, for an evaluation of their mean."""
@@ -334,10 +330,6 @@ class GossipCallback(RunCallback[NodeRecord]):
 
     def _survives_losses(self) -> bool:
         return self.optimizer.num_vectors > 0
-
-    def _index(self, state: TrainerState) -> GossipIndex:
-        whose = self.config.model_dump(include={"node", "num_nodes"})
-        return GossipIndex(step=state.global_step, method=self.optimizer.name, life=self._beginning.life, **whose)
 
     def _all_end(self, state: TrainerState) -> bool:
         end = self.node.end

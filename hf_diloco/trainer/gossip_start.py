@@ -22,12 +22,15 @@ import xxhash
 
 from hf_diloco.errors import ConfigError, DiLoCoError, FingerprintError
 from hf_diloco.gossip.checkpoint import (
+    GossipIndex,
     Resumption,
+    check_index,
     choose_common,
     choose_own,
     choose_step,
     lives_of,
     read_held,
+    save_index,
     take_mean,
 )
 from hf_diloco.gossip.choco import check_static
@@ -44,7 +47,7 @@ from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
 
 if TYPE_CHECKING:
-    from transformers import TrainerState
+    from transformers import TrainerState, TrainingArguments
 
     from hf_diloco.gossip.node import NodeNeighbours
     from hf_diloco.inner.island import IslandGroup
@@ -96,6 +99,8 @@ class Beginning:
     ranks: IslandGroup
     life: str = ""
     passed: int = 0
+    _data_step: int = 0  # up to which the node had read its data when training began
+    _begun_at: int = 0
     _resumption: Resumption | None = None
     _news: str = ""
     _num_trainings: int = 0  # before this one
@@ -135,6 +140,26 @@ class Beginning:
         resumption = self._resumption
         return resumption.step if resumption and self.config.node in resumption.late else None
 
+    def find_step(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Checks the checkpoint that the Trainer has loaded, and puts `state` at its step: see `GossipIndex`.
+
+        Raises `CheckpointError`, on every rank, if it is another node's, method's or graph's.
+        """
+        from hf_diloco.trainer.frames import find_resumed
+
+        self._data_step = state.global_step
+        if state.global_step:
+            checkpoint = find_resumed(args, state.global_step)
+            _move_to(check_index(checkpoint, self._index(state), self.ranks), state)
+
+    def complete(self, checkpoint: Path, state: TrainerState) -> None:
+        """Marks a checkpoint of this training as complete. Collective over the node's ranks."""
+        save_index(checkpoint, self._index(state), self.ranks, self._begun_at - self._data_step)
+
+    def _index(self, state: TrainerState) -> GossipIndex:
+        whose = self.config.model_dump(include={"node", "num_nodes"})
+        return GossipIndex(step=state.global_step, method=self.optimizer.name, life=self.life, **whose)
+
     def begin(
         self, model: torch.nn.Module, state: TrainerState, scheduler: Any, folder: Path, arguments: Facts
     ) -> str:
@@ -166,6 +191,7 @@ class Beginning:
             self._compare(facts, place, model, state)
             self._let_in_late(model, state, scheduler)
         self._num_trainings += 1
+        self._begun_at = state.global_step
         news, self._news, self._resumption = self._news, "", None
         return news
 
@@ -214,11 +240,7 @@ class Beginning:
 
     def _begin_at(self, enter: Callable[[torch.Tensor], int], state: TrainerState, scheduler: Any) -> None:
         """Calls `GossipOptimizer.begin_at`; moves the Trainer and the schedule to the step it returns."""
-        from hf_diloco.trainer.frames import find_trainer
-
-        state.global_step = self.optimizer.begin_at(enter)
-        if (trainer := find_trainer()) is not None:  # which has noted these: it logs losses per step since then
-            trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
+        _move_to(self.optimizer.begin_at(enter), state)
         if not move_schedule(scheduler, state.global_step):
             logger.warning("%s cannot be advanced: the learning rate starts from scratch", type(scheduler).__name__)
 
@@ -305,6 +327,14 @@ def make_fingerprint(config: GossipConfig, topology: Topology, model: torch.nn.M
 def _check_folders(records: Sequence[Record]) -> None:
     places = {record["node"]: (record["host"], record["folder"]) for record in records}
     check_folders(places, "node")
+
+
+def _move_to(step: int, state: TrainerState) -> None:
+    from hf_diloco.trainer.frames import find_trainer
+
+    state.global_step = step
+    if (trainer := find_trainer()) is not None:  # which has noted these: it logs losses per step since then
+        trainer._initial_global_step = trainer._globalstep_last_logged = step
 
 
 def _forget_evaluations(state: TrainerState) -> None:

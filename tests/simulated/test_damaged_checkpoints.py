@@ -302,6 +302,12 @@ def test_a_damaged_checkpoint_of_a_node_is_passed_over(tmp_path: Path, caplog: p
     assert "model.safetensors does not hold what was written to it: checkpoint-6 is skipped" in caplog.text
 
 
+def test_a_node_behind_in_its_data_completes_no_checkpoint_whose_trainers_state_is_unreadable(tmp_path: Path) -> None:
+    write_checkpoint_of_node(path := tmp_path / "checkpoint-2", step=2)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json, which was just written, cannot be read"):
+        save_index(path, INDEX, IslandGroup(), behind=1)
+
+
 @pytest.mark.parametrize("what", ["sound_checkpoints", "check_index", "lives_of"])
 def test_a_record_that_one_rank_of_a_node_cannot_read_ends_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

@@ -312,6 +312,23 @@ def test_a_node_that_begins_its_data_anew_evaluates_and_saves_after_the_others_e
             assert [record["step"] for record in events(run, node, event)] == [8, 10, 20, 25]
 
 
+def test_a_node_that_has_entered_goes_on_in_its_data_when_all_are_started_again(tmp_path: Path) -> None:
+    """It began its data anew at step 8: the epoch of 10 steps in which it is at step 12 is not the others'."""
+    run, longer = (run_of(tmp_path, f"training.max_steps={steps}") for steps in (8, 16))
+    assert simulate(run) == 0
+    lose(run, 2, 4, 8)
+    assert simulate(longer) == 0
+    checkpoints = [run.folder / f"island-{node}" / "checkpoint-16" for node in range(3)]
+    uninterrupted = [weights(checkpoint) for checkpoint in checkpoints]
+    for node in range(3):
+        lose(run, node, 16)
+    assert simulate(longer) == 0
+    assert [events(run, node, "start")[-1]["step"] for node in range(3)] == [12, 12, 12]
+    for before, checkpoint in zip(uninterrupted, checkpoints, strict=True):
+        after = weights(checkpoint)
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 def test_nodes_of_equal_momentum_do_not_resume_one_step_of_different_lives(tmp_path: Path) -> None:
     """All went back to step 4, on another way; node 1 was killed again before it had written its new checkpoint."""
     run = run_of(tmp_path, "gossip.method=pmsgd")

@@ -144,8 +144,7 @@ def train_on(
         trainer.remove_callback(PrinterCallback)  # which would print its logs
     else:
         print_plan(assembled)
-        saved = read_json(checkpoint / "trainer_state.json") if checkpoint else {}
-        if saved.get("global_step", 0) == trainer.args.max_steps:
+        if checkpoint and checkpoint.name == f"checkpoint-{trainer.args.max_steps}":
             say(
                 f"the run has ended: {checkpoint} is of its last step. For a new run give another --name; to train "
                 "on, a greater training.max_steps"
