@@ -265,9 +265,9 @@ class RunCallback(TrainerCallback, ABC, Generic[R]):
         control.should_evaluate = False
         control.should_training_stop = True
 
-    def _end(self) -> None:
+    def _end(self, waits: bool = True) -> None:
         self._replaced.close()
-        self._stop.uninstall()
+        self._stop.uninstall(waits)
         self._checkpoints = None
 
     def _warn_if_short(self, state: TrainerState) -> None:

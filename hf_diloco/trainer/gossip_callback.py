@@ -322,9 +322,9 @@ class GossipCallback(RunCallback[NodeRecord]):
     # Steps of the above
 
     def _on_error(self) -> None:
-        """Leaves the other nodes at once, as the process may live on (in a notebook). Only on nodes of one rank."""
-        if self._ranks.size == 1 < self.config.num_nodes:
-            self._end()
+        """Leaves the other nodes at once, as the process may live on (in a notebook)."""
+        if self.config.num_nodes > 1:
+            self._end(waits=self._ranks.size == 1)  # other ranks may never arrive
             self._has_failed = True
             leave_after_error(self.config, self.node)
 

@@ -18,6 +18,7 @@ from hf_diloco.rounds.open import open_session
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.store.values import ValueStore
 from tests.clocks import AT_ONCE, LONG
+from tests.distributed.torchrun import torchrun
 from tests.islands import run_islands
 from tests.processes import Processes
 from tests.programs.trainer_island import make_model
@@ -63,12 +64,23 @@ def test_nodes_train_again_with_another_callback(tmp_path: Path, free_port: int,
         assert "trained to the end" in output
 
 
-def test_a_node_whose_training_failed_keeps_nobody_waiting_and_returns(tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_node_whose_training_failed_keeps_nobody_waiting_and_returns(
+    num_ranks: int, tmp_path: Path, free_port: int
+) -> None:
     """Its process lives on, so its connections would too."""
     program, rendezvous = PROGRAMS / "gossip_fails.py", f"tcp://127.0.0.1:{free_port}"
     with Processes() as processes:
         nodes = [
-            processes.spawn([sys.executable, program, str(node), rendezvous, tmp_path / str(node)])
+            processes.spawn(
+                [
+                    *(torchrun(num_ranks) if node == 1 and num_ranks > 1 else [sys.executable]),
+                    program,
+                    str(node),
+                    rendezvous,
+                    tmp_path / str(node),
+                ]
+            )
             for node in range(3)
         ]
         nodes[1].wait_for("ended by an error ended the last training with this GossipCallback")
