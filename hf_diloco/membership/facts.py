@@ -73,7 +73,8 @@ def compare_facts(fingerprints: Sequence[Facts], who: str = "island") -> None:
     """Raises `FingerprintError`, with all values, for the first fact that differs."""
     for name in dict.fromkeys(name for facts in fingerprints for name in facts):
         values = [facts.get(name) for facts in fingerprints]
-        if any(differ(name, value, values[0]) for value in values):
+        known = next((value for value in values if value is not None), None)
+        if any(differ(name, value, known) for value in values):
             listing = ", ".join(f"{who} {number}: {value}" for number, value in enumerate(values))
             raise FingerprintError(
                 f"the {who}s do not train the same thing: {name} differs ({listing}); {remedy_for(name)}"

@@ -77,6 +77,12 @@ def test_equal_and_unknown_numbers_pass(tmp_path: Path) -> None:
         compare_facts([{"tokenizer": "a"}, {}])
 
 
+def test_who_does_not_know_its_number_of_steps_hides_no_difference_between_the_others() -> None:
+    compare_facts([{}, {"max_steps": 3}, {}, {"max_steps": 3}])
+    with pytest.raises(FingerprintError, match=r"max_steps differs \(island 0: None, island 1: 3, island 2: 4\)"):
+        compare_facts([{}, {"max_steps": 3}, {"max_steps": 4}])
+
+
 @pytest.mark.parametrize("who", ["island", "node"])
 def test_another_version_of_the_package_is_named_first(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = join_facts({"max_steps": 1}, {})
