@@ -186,13 +186,13 @@ def dashboard(
 
     It only reads, and goes on until Ctrl-C.
     """
-    from hf_diloco.cli.status import check_url
+    from hf_diloco.cli.status import check_url, is_rendezvous
     from hf_diloco.dashboard.server import Dashboard
     from hf_diloco.dashboard.source import Source
     from hf_diloco.store.credentials import load_key
 
     need("the page of a run", "matplotlib")
-    if "://" in run:
+    if is_rendezvous(run):
         check_url(run, "dashboard", may_be_tcp=True)
     if prometheus:
         need("--prometheus", "prometheus_client")

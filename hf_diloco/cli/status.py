@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
+from hf_diloco.config.base import origin
 from hf_diloco.errors import ConfigError, RendezvousError, StoreError
 from hf_diloco.report import load_run
 from hf_diloco.status.check import CheckReport, check_store, set_aside
@@ -65,8 +66,13 @@ def run_status(run: str, key_file: Path | None, interval: float | None, num_roun
             _watch(observer, interval, show)
 
 
+def is_rendezvous(run: str) -> bool:
+    """Whether a command's argument names the place where islands meet, and not a run folder."""
+    return (":" in run.partition("/")[0] or bool(origin("rendezvous", run))) and not Path(run).is_dir()
+
+
 def _rendezvous_of(run: str) -> str:
-    if ":" in run.partition("/")[0]:
+    if is_rendezvous(run):
         return run
     found = load_run(run)
     if found.rendezvous:
@@ -81,6 +87,13 @@ def _rendezvous_of(run: str) -> str:
 
 def check_url(url: str, command: str, may_be_tcp: bool = False) -> None:
     """Raises `ConfigError` unless a command can read a store there: with `may_be_tcp`, also that of island 0."""
+    try:
+        _check_url(url, command, may_be_tcp)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{origin('rendezvous', url)}") from None
+
+
+def _check_url(url: str, command: str, may_be_tcp: bool) -> None:
     if may_be_tcp and url.startswith("tcp:"):
         split_tcp_url(url)
         return

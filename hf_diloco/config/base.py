@@ -112,10 +112,10 @@ def describe_problem(problem: Any, model: type[BaseModel], prefix: str = "") -> 
     if problem["type"] == "missing":  # the input is the whole enclosing block
         return f"{name}: {message}"
     if problem["type"] == "value_error":  # the validator's message names the value
-        return f"{name}: {message}{_origin(name, problem['input'])}" if name else message
+        return f"{name}: {message}{origin(name, problem['input'])}" if name else message
     is_one = problem["type"] == "list_type" and isinstance(shown, str)
     remedy = f": write {name}={_one_in_list(shown)}" if is_one else ""
-    return f"{name}: {message}, got {shown!r}{_origin(name, problem['input'])}{remedy}"
+    return f"{name}: {message}, got {shown!r}{origin(name, problem['input'])}{remedy}"
 
 
 def _one_in_list(text: str) -> str:
@@ -125,7 +125,7 @@ def _one_in_list(text: str) -> str:
     return yaml.safe_dump([text], default_flow_style=True, width=math.inf, allow_unicode=True).strip()
 
 
-def _origin(name: str, value: Any) -> str:
+def origin(name: str, value: Any) -> str:
     """Names the environment variable that a value came from; "" for other values."""
     variable = _ENVIRONMENT.get(name.rpartition(".")[2])
     return f" (from {variable})" if variable and value and os.environ.get(variable) == value else ""

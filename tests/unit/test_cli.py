@@ -125,6 +125,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert message in output
 
 
+def error_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr("sys.argv", ["hf-diloco", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["status"], ["dashboard"], ["store", "check"]])
+def test_a_rendezvous_that_is_none_is_told_with_where_it_comes_from(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = error_of(monkeypatch, capsys, *command, "a:b")
+    assert given.startswith(f"error: rendezvous 'a:b': {' '.join(command)} needs the place where the run's islands")
+    for value in ("foo", "a:b"):
+        monkeypatch.setenv("HF_DILOCO_RENDEZVOUS", value)
+        told = error_of(monkeypatch, capsys, *command)
+        assert told == given.replace("a:b", value).replace("\n", " (from HF_DILOCO_RENDEZVOUS)\n")
+
+
 def test_ctrl_c_while_the_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def find_spec(self, *asked: object) -> None:
