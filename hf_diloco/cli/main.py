@@ -260,12 +260,23 @@ app.add_typer(meeting.keys_app, name="keys")
 app.add_typer(checkpoint_app, name="checkpoint")
 
 
+def _refuse_deleted_directory() -> None:
+    """Raises `ConfigError` if the working directory is gone: libraries fail there in their own words, torch too."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory has been deleted, or moved away: change to one that is there (cd)"
+        ) from None
+
+
 def main() -> None:
     """The `hf-diloco` program. Errors of this package are one line on stderr (HF_DILOCO_DEBUG=1: a traceback)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # and not closed
             stream.reconfigure(errors="replace")  # a terminal without a character loses only that character
     try:
+        _refuse_deleted_directory()
         app(prog_name="hf-diloco")
     except (DiLoCoError, OSError) as error:
         if os.environ.get("HF_DILOCO_DEBUG"):

@@ -132,6 +132,16 @@ def error_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return capsys.readouterr().err
 
 
+def test_a_working_directory_that_is_gone_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "the working directory has been deleted" in error_of(monkeypatch, capsys, "compare", "one", "two")
+
+
 @pytest.mark.parametrize("command", [["status"], ["dashboard"], ["store", "check"]])
 def test_a_rendezvous_that_is_none_is_told_with_where_it_comes_from(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
