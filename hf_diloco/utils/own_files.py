@@ -77,7 +77,10 @@ def find_class(what: str, name: str, base: type[T], known: Mapping[str, type[T]]
     found = load_own(name, base)
     for attribute in needed:
         if not isinstance(getattr(found, attribute, None), str):
-            raise ValueError(f"{name!r}: {found.__name__} says no {attribute}: give the class a text of that name")
+            raise ValueError(
+                f"{name!r}: {found.__name__} says no {attribute}: write {attribute} = '...' in the class itself; in "
+                "__init__ it is too late"
+            )
     if (own := getattr(found, "name", "")) in known:
         raise ValueError(f"{name!r}: {own} is a {what} of hf_diloco: give the class another name")
     return found

@@ -103,6 +103,11 @@ def test_islands_with_different_files_are_refused(folder: Path) -> None:
         ("payload", METHOD, "SignMomentum is no Codec"),
         ("payload", "half.py:Coded", "Coded lacks decode, encode"),
         ("payload", "half.py:Sized", "Sized says no block_bytes: give the class that attribute"),
+        (
+            "payload",
+            "half.py:Late",
+            "Late says no name: write name = '...' in the class itself",
+        ),
         ("payload", "half.py:Builtin", "fp32 is a number format of hf_diloco: give the class another name"),
         ("payload", "half.py:Asking", "Asking() cannot be made ("),
         ("payload", "half.py:Uneven", "block_values is 3000: give a power of two, up to 262,144"),
@@ -122,6 +127,7 @@ def test_what_cannot_be_used_is_one_clear_error(
         "class Taken(DiLoCo):\n    pass\n"
         "class Coded(Codec):\n    name = 'coded'\n"
         "class Sized(Coded):\n    block_values = 1\n    encode = decode = None\n"
+        "class Late(Codec):\n    encode = decode = None\n    def __init__(self):\n        self.name = 'late'\n"
         "class Builtin(Sized):\n    name, block_bytes = 'fp32', 4\n"
         "class Asking(Builtin):\n    name = 'asking'\n    def __init__(self, level): pass\n"
         "class Uneven(Builtin):\n    name, block_values = 'uneven', 3000\n"
