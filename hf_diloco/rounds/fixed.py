@@ -257,6 +257,8 @@ class FixedSession(BaseSession):
                     self.members.leave("finished" if finished else "left")
                 patience = FAREWELL_SECONDS["finished" if finished else "early"]
                 goodbye = {"round": self.outer.round, "finished": finished}
+                if not finished:
+                    absent.update(self._find_unseen())
                 others = self._all_gather.share("done", goodbye, patience, interruptible=False, absent=absent)
                 if finished and not all(other.get("finished") for other in others):
                     logger.warning(_ENDED_BEFORE, self.config.island, self.outer.round)
@@ -270,6 +272,13 @@ class FixedSession(BaseSession):
             self.island.on_leader(farewell)
         finally:  # also after an interrupt
             self.close()
+
+    def _find_unseen(self) -> list[int]:
+        """Returns the islands of which no process has come so far: nobody there needs to hear that this one leaves."""
+        if self.members is None:
+            return []
+        starts = self.members.newest_incarnations(range(self.config.num_islands))
+        return [island for island, number in starts.items() if not number]
 
     def close(self) -> None:
         if self.members:

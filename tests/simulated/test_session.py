@@ -35,13 +35,14 @@ from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership import all_gather
 from hf_diloco.outer.checkpoint import read_index
 from hf_diloco.outer.export import outer_parameters
+from hf_diloco.rounds import fixed
 from hf_diloco.rounds.fixed import FixedSession
 from hf_diloco.rounds.measures import SyncReport
 from hf_diloco.rounds.round import cosine_to_others
 from hf_diloco.transport.base import Exchange, Lane
 from hf_diloco.transport.mesh import MeshExchange
 from hf_diloco.transport.open import Transport
-from tests.clocks import LONG
+from tests.clocks import LONG, StillClock
 from tests.fixed_runs import (
     FaultyExchange,
     FaultyTransport,
@@ -518,6 +519,16 @@ def test_an_island_that_does_not_come_leaves_the_others_unchanged(tmp_path: Path
         assert session.outer.is_due
 
     run_islands(2, island_main)
+
+
+def test_who_is_asked_to_stop_before_anybody_else_has_come_takes_leave_of_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fixed.FAREWELL_SECONDS, "early", LONG)
+    clock = StillClock()
+    with pytest.raises(StopRequested):
+        Run(tmp_path, 2).join(0, make_model(), should_stop=lambda: True, clock=clock)
+    assert clock.time - StillClock().time < 1
 
 
 def test_a_wish_to_stop_ends_the_wait_for_others(tmp_path: Path) -> None:
