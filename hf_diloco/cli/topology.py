@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_diloco.cli.arguments import AsJson, examples
-from hf_diloco.errors import ConfigError
+from hf_diloco.planning.quantities import parse_count
 from hf_diloco.utils import text
 from hf_diloco.utils.own_files import is_own
 
@@ -76,7 +76,7 @@ class TopologyFigures:
 @examples(
     "hf-diloco topology ring --num-nodes 8",
     "hf-diloco topology one-peer-exponential --num-nodes 16 --draw graph.svg",
-    "hf-diloco topology weights.csv --parameters 7e9 --json | jq .rho",
+    "hf-diloco topology weights.csv --parameters 7b --json | jq .rho",
 )
 def topology(
     name: Annotated[
@@ -92,15 +92,12 @@ def topology(
         int | None, typer.Option(min=1, max=1024, help="How many take part. Default: 8, or as a file says.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random matchings.")] = 0,
-    num_parameters: Annotated[
-        float,
+    parameters: Annotated[
+        str,
         typer.Option(
-            "--parameters",
-            min=1,
-            help="Values in the model, as 7e9. Default: 25.6e6, a ResNet-50.",
-            show_default=False,
+            metavar="COUNT", help="Values in the model: 350M, 7b. Default: 25.6M, a ResNet-50.", show_default=False
         ),
-    ] = 25.6e6,
+    ] = "25.6M",
     picture: Annotated[
         Path | None, typer.Option("--draw", metavar="FILE", help="Draw the graph: a .png, .svg or .pdf file.")
     ] = None,
@@ -111,17 +108,14 @@ def topology(
     from hf_diloco.methods.topology.drawing import check_picture, draw
     from hf_diloco.utils.tables import output, print_figures
 
-    if not num_parameters <= 1e15:
-        raise ConfigError(
-            f"--parameters {num_parameters}: give the number of values in the model, as 7e9 (up to 1e15)"
-        )
+    num_parameters = parse_count(parameters, "--parameters")
     if picture is not None:
         check_picture(picture)
     by_name = is_own(name) or name.replace("_", "-") in GRAPHS
     if num_nodes is None and by_name:
         num_nodes = DEFAULT_NODES
     graph = make_topology(name, num_nodes, seed)
-    figures = measure(graph, round(num_parameters))
+    figures = measure(graph, num_parameters)
     if as_json:
         print(json.dumps(asdict(figures), indent=2))
     else:

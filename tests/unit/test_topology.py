@@ -497,7 +497,7 @@ def test_the_command_prints_what_the_page_shows() -> None:
 
 
 def test_the_command_shows_the_steps_of_weights_that_change() -> None:
-    output = command("one-peer-exponential", "--parameters", "1e9")
+    output = command("one-peer-exponential", "--parameters", "1b")
     assert "not symmetric, come again after 3 steps" in output
     assert "0.0000; spectral gap 1.0000: the exact average after 3 steps" in output
     assert "4.00 GB a step; in a ring all-reduce 7.00 GB" in output
@@ -572,7 +572,7 @@ def test_the_command_takes_an_own_graph_that_is_drawn(tmp_path: Path) -> None:
         (["rnig"], "did you mean ring"),
         (["ring", "--draw", "missing/graph.png"], "there is no folder missing: create it, or give another file"),
         (["hypercube", "--num-nodes", "9"], "power of two"),
-        (["ring", "--parameters", "inf"], "--parameters inf: give the number of values"),
+        (["ring", "--parameters", "inf"], "--parameters inf: give a number of parameters, as 350M, 7b"),
         (["nothing.json"], "nothing.json: No such file"),
         (["ring", "--draw", "ring.txt"], "ring.txt: pictures are files that end in .png, .svg, .pdf"),
     ],
