@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,6 +126,10 @@ class Candidates:
         """Reads an offer; None if it is gone or cannot be read."""
         return self._offers.get(path) or self._log.read_or_refuse(path, OfferRecord)
 
+    def needed(self, offering: Collection[int]) -> int:
+        """How many offers make a quorum: finished islands with nothing more to bring make up for missing ones."""
+        return max(1, self._rules.min_islands - len(self._members.spent().difference(offering)))
+
     def offers_to(self, attempt: Attempt, state: Digest) -> dict[int, OfferRecord]:
         """Returns each island's newest offer that starts from `state`, without islands that are barred.
 
@@ -141,7 +145,7 @@ class Candidates:
                 found[offer.island] = offer
         barred = attempt.barred
         usable = {island: offer for island, offer in found.items() if offer.author not in barred}
-        return usable if len(usable) >= self._rules.min_islands else found  # else no round would ever take place
+        return usable if len(usable) >= self.needed(usable) else found  # else no round would ever take place
 
     def present(
         self, offers: Mapping[int, OfferRecord], alive: Mapping[int, HeartbeatRecord]

@@ -319,6 +319,10 @@ class Members:
             if island != self.island and now - self._last_chance(island) < self.lease
         )
 
+    def spent(self) -> set[int]:
+        """Islands that had finished at the last `look`, with all of their steps in rounds: they bring nothing more."""
+        return {island for island, (_, last, _) in self._seen.items() if last.phase == "finished" and not last.steps}
+
     def others(self) -> dict[int, HeartbeatRecord]:
         """Returns `alive` without this island."""
         return {island: heartbeat for island, heartbeat in self.alive().items() if island != self.island}

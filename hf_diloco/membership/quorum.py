@@ -196,7 +196,8 @@ class Quorum:
             if self.should_stop():
                 raise StopRequested
             offers = self._candidates.present(offers, alive)
-            if len(offers) >= self.rules.min_islands:
+            needed = self._candidates.needed(offers)
+            if len(offers) >= needed:
                 quorum_at = self.clock.now() if quorum_at is None else quorum_at
                 waited = self.clock.now() - quorum_at
                 late = self._candidates.awaited(attempt, alive, waited) - offers.keys()
@@ -208,7 +209,7 @@ class Quorum:
                             logger.warning("round %d takes place without %s", attempt.round, self._notes.names(late))
                         return replace(attempt, plan=plan)
                     continue
-            elif len(offers.keys() | alive.keys()) < self.rules.min_islands:
+            elif len(offers.keys() | alive.keys()) < needed:
                 raise self._no_quorum(attempt, offers, "the others send no heartbeats")
             elif self.clock.now() - started >= self.rules.patience:
                 within = f"within {self.rules.patience:g} s (sync_timeout)"

@@ -357,6 +357,7 @@ class ElasticSession(BaseSession):
             if self.members is not None:
                 if finished and self.is_over and self._linger:
                     note_end(self.members)
+                self._refresh_standing()  # whether steps are left that a round may still take
                 self.members.leave("finished" if finished else "left")
             if self._host is not None:
                 self._end_store(self._host, finished)

@@ -78,7 +78,7 @@ class Pace:
         """Whether other islands are about to plan the next round, and are a quorum without this island."""
         others = self.members.others_under_way()
         is_any = any(heartbeat.phase == "syncing" and heartbeat.round >= self.outer.round for heartbeat in others)
-        return is_any and len(others) >= self.config.quorum
+        return is_any and len(others) + len(self.members.spent()) >= self.config.quorum
 
     def others_join(self) -> bool:
         """Whether another island is joining, and does not have the run's state yet."""
@@ -321,8 +321,9 @@ def await_islands(
 ) -> None:
     """Waits until all islands are there, or others are training already.
 
-    Islands that have finished are not waited for, unless this island `has_progress` of missed rounds, and there is no
-    quorum for it without them. After `config.join_timeout` seconds a quorum is enough.
+    Islands that have finished are not waited for, unless this island `has_progress` of missed rounds, there is no
+    quorum for it without them, and they may bring progress, too. After `config.join_timeout` seconds a quorum is
+    enough.
 
     Raises:
         StopRequested: `should_stop` returns true.
@@ -344,7 +345,7 @@ def await_islands(
         here = alive.keys() - doubtful
         ended = {island for island, heartbeat in heartbeats.items() if heartbeat.phase == "finished"}
         if has_progress and len(here) < config.quorum:
-            ended &= members.heard  # these came back, and had nothing more to do
+            ended &= members.heard | members.spent()  # these came back, or have nothing more to bring
         if under_way - doubtful or len(here | ended) >= config.num_islands:
             return
         if should_stop():
@@ -353,7 +354,7 @@ def await_islands(
             break
         wait.look(set(range(config.num_islands)) - alive.keys() - ended)
         clock.sleep(LOOK_SECONDS)
-    if len(alive) < config.quorum:
+    if len(alive.keys() | members.spent()) < config.quorum:
         missing = sorted(set(range(config.num_islands)) - alive.keys())
         raise RendezvousError(
             f"islands {missing} have not joined within {config.join_timeout:g} s (join_timeout), and no round "

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from hf_diloco.config.base import ENV_ISLAND
-from tests.deployed import RUN_FILE, STEPS, progress, wait_until
+from tests.deployed import RUN_FILE, assert_run_has_ended, progress, wait_until
 from tests.processes import Process, Processes, find_free_port, run
 
 PROGRAM = [sys.executable, "-m", "hf_diloco.cli"]
@@ -86,5 +86,6 @@ def test_an_island_is_stopped_and_comes_back(engine: Any, tmp_path: Path) -> Non
         returned = containers.start(processes, 1)
         for island in (stays, returned):
             island.wait(timeout=600)
-    for one in folders:
-        assert (progress(one)["state"], progress(one)["step"]) == ("done", STEPS)
+        assert_run_has_ended(*folders)
+        containers.start(processes, 0).wait(timeout=600)
+    assert progress(folders[0])["round"] == progress(folders[1])["round"], "started again, it takes the result"

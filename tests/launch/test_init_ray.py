@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.clocks import LONG
-from tests.deployed import RUN_FILE, STEPS, progress, starts, wait_until
+from tests.deployed import RUN_FILE, STEPS, assert_run_has_ended, progress, starts, wait_until
 from tests.processes import ROOT, Processes, find_free_port, run
 
 pytestmark = [
@@ -61,8 +61,7 @@ def test_ray_runs_islands_and_one_that_was_stopped_comes_back(tmp_path: Path, cl
     for job in (jobs[0], again):
         wait_until(lambda job=job: "succeeded" in _status(job, cluster), f"{job} does not end")  # type: ignore[misc]
     assert starts(islands[1]) == ["anew", "resumed"]
-    for one in islands:
-        assert (progress(one)["state"], progress(one)["step"]) == ("done", STEPS)
+    assert_run_has_ended(*islands)
 
 
 def _status(job: str, cluster: dict[str, object]) -> str:

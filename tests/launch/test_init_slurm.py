@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deployed import RUN_FILE, STEPS, progress, starts, wait_until
+from tests.deployed import RUN_FILE, assert_run_has_ended, progress, starts, wait_until
 from tests.processes import Processes, run
 from tests.slurm import IS_INSTALLED, jobs, start_slurm
 
@@ -141,5 +141,4 @@ def test_slurm_runs_islands_and_requeues_one_whose_time_is_up(tmp_path: Path) ->
         wait_until(lambda: not jobs(slurm), "the array does not end")
     log = (script.parent / "island-1.log").read_text()
     assert starts(islands[1]) == ["anew", "resumed"], log
-    for one in islands:
-        assert (progress(one)["state"], progress(one)["step"]) == ("done", STEPS), log
+    assert_run_has_ended(*islands)

@@ -688,6 +688,33 @@ def test_islands_that_finished_without_a_round_bring_their_steps_when_they_are_s
     assert first.hash == second.hash
 
 
+def test_an_island_whose_others_have_nothing_more_to_bring_takes_its_last_rounds_alone(tmp_path: Path) -> None:
+    """They took fewer rounds, of more steps, as it had been away: else it would miss its rounds at every start."""
+    meeting = Meeting(tmp_path, 2, num_rounds=3, min_islands=2)
+    other, member = run_islands(2, meeting.island)
+    run_islands(2, lambda number: (other, member)[number].train(2))
+    other.leave()
+    member.train(2)
+    assert [report.participants for report in member.reports] == [[0, 1], [1]]
+    checkpoint = member.save(tmp_path / "checkpoint")
+    member.session.leave(finished=False)
+    again = meeting.island(1, checkpoint=checkpoint)  # waits for nobody
+    assert again.train(2).session.is_over
+
+
+def test_two_islands_wait_for_each_other_when_the_third_has_finished(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 3, num_rounds=3, min_islands=3)
+    done, early, late = run_islands(3, meeting.island)
+    run_islands(3, lambda number: (done, early, late)[number].train(2))
+    done.leave()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(early.train, 2)
+        late.train(2)
+        waiting.result(LONG)
+    assert (early.missed, late.missed) == (0, 0)
+    assert early.reports[-1].participants == late.reports[-1].participants == [1, 2]
+
+
 def test_a_round_reads_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may be on a device, and is copied for it."""
     first, second = run_islands(2, Meeting(tmp_path, 2, min_islands=2).island)

@@ -162,6 +162,7 @@ def test_an_island_that_has_finished_is_waited_for_if_progress_needs_it(
     members.heartbeat()
     other = Members(log, 1, clock=clock)
     other.enter()
+    other.standing.steps = 2
     other.leave("finished")
     alone = DiLoCoConfig(num_islands=2, island=0, rendezvous=url, join_timeout=5, min_islands=1)
     await_islands(alone, members, lambda: False, has_progress=True, clock=clock)
@@ -174,6 +175,8 @@ def test_an_island_that_has_finished_is_waited_for_if_progress_needs_it(
     again.enter()
     again.leave("finished")
     await_islands(config, members, lambda: False, has_progress=True, clock=clock)
+    late = Members(log, 0, clock=clock)  # which has not heard of the other while it was there
+    await_islands(config, late, lambda: False, has_progress=True, clock=clock)
 
 
 def test_a_round_in_a_store_says_who_is_late(log: RunLog, clock: StillClock, caplog: pytest.LogCaptureFixture) -> None:
