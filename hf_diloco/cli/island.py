@@ -91,7 +91,7 @@ class Island:
         has_stopped_early = self.progress.state == STOPPED_EARLY
         if outcome.code == FAILED and (self._has_saved_as_asked() or WAS_STOPPED in outcome.error):
             # It waited for an island that had already left, which is an error for the waiting one.
-            return Outcome(STOPPED, outcome.error.removeprefix("error: "))
+            return Outcome(STOPPED, root_error(list(self._tail), speaks_last=False).removeprefix("error: "))
         if has_stopped_early and (outcome.code == FINISHED or _NEXT_TRAINING_ENDED.search(outcome.error)):
             return Outcome(STOPPED)  # after a stop, a script usually exits with 0, too
         if outcome.has_stopped and self._runs_script and not (has_stopped_early or self._asked_to_stop_at):

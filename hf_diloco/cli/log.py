@@ -131,6 +131,7 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
 )
 _NOT_OF_AN_ERROR = re.compile(f"{_ANY_BAR}|For further information visit")  # a progress bar may follow an error
+_ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT)
 _MAX_LINES_BETWEEN = 40  # lines of other ranks between failures that belong together
 _MAX_TEXT_LINES = 8
 _NUM_TAIL_LINES = 3
@@ -175,7 +176,7 @@ def read_outcome(code: int, lines: list[str]) -> Outcome:
         if match := _PROCESS_CODE.search(line):  # torchrun lists the first failure last, so the last match counts
             torchrun, status, number = match.group("torchrun", "status", "signal")
             code = -int(number) if number else int(torchrun or status)
-    return Outcome(code, "" if code == STOPPED else root_error(lines, speaks_last=code != -signal.SIGKILL))
+    return Outcome(code, "" if code == STOPPED else root_error(lines, speaks_last=code not in _ENDED_BY_OTHERS))
 
 
 def root_error(lines: list[str], speaks_last: bool = True) -> str:
@@ -183,7 +184,7 @@ def root_error(lines: list[str], speaks_last: bool = True) -> str:
 
     The error is the first of the failures at the end of the log: later ones, in other ranks and in destructors, mostly
     follow from it. Keeps further lines of its text, which may name a setting. `speaks_last`: the last lines may
-    explain the end, unlike those of a killed process.
+    explain the end, unlike those of a process that somebody else ended.
     """
     spoken = _without_launcher(lines)
     failures = _failures(spoken)

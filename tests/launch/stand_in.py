@@ -59,7 +59,7 @@ def rank(folder: Path, behaviour: dict[str, Any]) -> int:
 
     behaviour: steps, starting, ending (seconds before and after), fail_at (step), after (islands that train by then),
     says (further progress), stubborn (ignores every request), misses_the_others (saves when asked to stop, but waits
-    for an island that has left).
+    for an island that has left), ended_after_saving (saves when asked to stop, and exits with 1 without an error).
     """
     steps = behaviour.get("steps", 10)
     if behaviour.get("stubborn"):
@@ -92,7 +92,7 @@ def rank(folder: Path, behaviour: dict[str, Any]) -> int:
             if behaviour.get("misses_the_others"):
                 print("error: round 3 did not take place: island 0 was asked to stop", flush=True)
                 return 1
-            return 3
+            return 1 if behaviour.get("ended_after_saving") else 3
     say(folder, state="done", step=steps, max_steps=steps)
     time.sleep(behaviour.get("ending", 0))
     return 0

@@ -138,6 +138,16 @@ def test_an_island_that_saved_as_asked_has_not_failed(tmp_path: Path, processes:
     assert "island 1 stopped, with a checkpoint (round 3 did not take place" in launched.wait(expect=3).output
 
 
+def test_what_an_island_that_saved_as_asked_said_last_is_no_reason(tmp_path: Path, processes: Processes) -> None:
+    """As after a second Ctrl-C, at which torchrun ends with an error of its own."""
+    launched = launch(processes, tmp_path, {**LONG, "ended_after_saving": True})
+    wait_for_step(launched, tmp_path, 0, step=11)
+    launched.interrupt()
+    output = launched.wait(expect=3).output
+    assert "round 1 done" in output
+    assert re.search(r"island 0 stopped, with a checkpoint$", output, re.MULTILINE), output
+
+
 def test_an_island_whose_folder_takes_no_file_keeps_no_other_from_its_checkpoint(
     tmp_path: Path, processes: Processes
 ) -> None:

@@ -166,6 +166,7 @@ def test_progress_bars_and_figures_are_no_reason_of_a_killed_process() -> None:
 
 def test_an_earlier_warning_is_no_reason_of_a_killed_process() -> None:
     assert read_outcome(-9, ["2 outer rounds are too few"]).error == ""
+    assert read_outcome(-15, ["2 outer rounds are too few"]).error == ""
     assert read_outcome(-9, ["torch.OutOfMemoryError: no memory"]).error == "torch.OutOfMemoryError: no memory"
     assert (
         read_outcome(-11, ["Fatal Python error: Segmentation fault"]).error == "Fatal Python error: Segmentation fault"
