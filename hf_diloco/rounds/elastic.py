@@ -98,7 +98,7 @@ class ElasticSession(BaseSession):
         self._clock = clock
         self._host = host
         self._linger = linger
-        self._is_training = self._is_closing = False
+        self._is_training = self._is_closing = self._is_for_others = False
         self._should_stop: Callable[[], bool] = lambda: self._is_closing or should_stop()
         self._credentials = island.on_all(lambda: find_credentials(config, config.island))
         server = split_server_url(config.rendezvous)
@@ -152,6 +152,7 @@ class ElasticSession(BaseSession):
             is_new = self._enter(shards, folder, facts or {})
             joining = Joining(self._run, self.rounds, self._pace, self._should_stop, self._set_phase)
             replaced = joining.take_state(is_new, parent, from_checkpoint=checkpoint is not None)
+            self._is_for_others = self._has_last_round
             if not self._has_last_round:
                 joining.await_islands()
             self.island.on_leader(partial(check_own_folder, self.members))
@@ -372,12 +373,19 @@ class ElasticSession(BaseSession):
             self._host.close()
 
     def _end_store(self, host: StoreHost, finished: bool) -> None:
-        """Closes this rank's store; if the run is finished, first waits for the other islands to end with it."""
-        wait = WaitNotes(self.config.island, clock=self._clock).begin(self.config.sync_timeout, "end of the run")
-        deadline = self._clock.now() + self.config.sync_timeout
+        """Closes this rank's store; if the run is finished, first waits for the other islands to end with it.
+
+        If it was over before this island started, that is also for islands that are still to come for its result.
+        """
+        patience = self.config.join_timeout if self._is_for_others else self.config.sync_timeout
+        wait = WaitNotes(self.config.island, clock=self._clock).begin(patience, "end of the run")
+        deadline = self._clock.now() + patience
         try:
             while finished and self.members is not None and self._clock.now() < deadline and not self._should_stop():
-                if not (others := self.members.others()):
+                others = set(self.members.others())
+                if self._is_for_others:
+                    others |= {island for island, last in self.members.look().items() if last.phase != "finished"}
+                if not (others := others - {self.config.island}):
                     break
                 wait.look(others)
                 self._clock.sleep(LOOK_SECONDS)

@@ -473,6 +473,26 @@ def test_island_0_keeps_the_store_until_the_others_have_ended(tmp_path: Path, fr
     socket.create_server(("127.0.0.1", free_port)).close()
 
 
+def test_island_0_comes_back_for_who_missed_the_end(tmp_path: Path, free_port: int) -> None:
+    settings: dict[str, Any] = {"min_islands": 1, "max_islands": 3, "grace": 0.1, "bind_address": "127.0.0.1"}
+    meeting = Meeting(tmp_path, 2, num_rounds=2, **settings)
+    meeting.url = f"tcp://127.0.0.1:{free_port}"
+    keeper, other = run_islands(2, lambda island: meeting.island(island).train(2))
+    other.leave(finished=False)
+    checkpoint = keeper.train(2).save(tmp_path / "checkpoint")
+    keeper.leave()
+    again = meeting.island(0, checkpoint=checkpoint)
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(again.leave)
+        with pytest.raises(TimeoutError):
+            leaving.result(1)
+        late = meeting.island(1)
+        assert late.session.is_over
+        late.leave()
+        leaving.result(LONG)
+    assert late.hash == keeper.hash
+
+
 def test_who_misses_a_round_without_island_0_is_not_asked_for_a_server(tmp_path: Path, free_port: int) -> None:
     meeting = Meeting(tmp_path, 2, min_islands=1, bind_address="127.0.0.1", exchange_timeout=1.0)
     meeting.url = f"tcp://127.0.0.1:{free_port}"
