@@ -62,7 +62,7 @@ def check_gossip(config: GossipConfig) -> Topology:
         ConfigError: a check failed.
     """
     topology = make_topology(config.topology, config.num_nodes, config.topology_seed)
-    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
     node = MemoryGraph(topology).node(config.node)
     try:
         optimizer = make_optimizer(

@@ -165,6 +165,22 @@ REFUSALS: tuple[Refusal, ...] = (
         values="several of this package",
     ),
     Refusal(
+        "torch.set_default_dtype",
+        "what is kept and exchanged must be float32; set it back to torch.float32 when the model is made, or give its "
+        "type to the model alone, as by from_pretrained(..., dtype=torch.bfloat16)",
+        where=("islands", "nodes", "loop", "onebit"),
+        applies=lambda dtype: str(dtype) not in ("None", "torch.float32"),
+        values="other than torch.float32, when training begins",
+    ),
+    Refusal(
+        "torch.set_default_device",
+        'what is kept and exchanged must be in host memory; set it back to "cpu" when the model is made, and train '
+        "outside `with torch.device(...)`",
+        where=("islands", "nodes", "loop"),
+        applies=lambda device: getattr(device, "type", "cpu") != "cpu",
+        values="other than cpu, when training begins",
+    ),
+    Refusal(
         "deepspeed",
         "neighbours average whole parameter vectors, which DeepSpeed divides; use DDP in a node",
         where=("nodes",),
@@ -256,8 +272,14 @@ def find_refused(settings: Mapping[str, Any], where: Where) -> Iterator[tuple[st
 
 
 def refuse(settings: Mapping[str, Any], where: Where) -> None:
-    """Raises `ConfigError`, naming every setting that cannot be used, its value and the remedy."""
-    problems = [f"{name}={problem}" for name, problem in find_refused(settings, where)]
+    """Raises `ConfigError`, naming every setting that cannot be used, also of PyTorch's, its value and the remedy."""
+    import torch  # run files are checked without it
+
+    defaults = {
+        "torch.set_default_dtype": torch.get_default_dtype(),
+        "torch.set_default_device": torch.get_default_device(),
+    }
+    problems = [f"{name}={problem}" for name, problem in find_refused({**settings, **defaults}, where)]
     if problems:
         raise ConfigError("; ".join(problems))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,40 @@ def test_a_search_for_hyperparameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hyperparameter_search=True cannot be used: each island would try"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def begin_as(way: str, folder: Path) -> Callable[[], object]:
+    if way == "loop":
+        accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return OuterLoop(accelerator, model, optimizer, output_dir=folder).__enter__
+    one_bit = OneBitAdam([torch.nn.Parameter(torch.ones(1))], lr=0.1, freeze_step=2)
+    callbacks: dict[str, Callable[[], TrainerCallback]] = {
+        "islands": DiLoCoCallback,
+        "nodes": lambda: GossipCallback(num_nodes=1),
+        "1-bit": lambda: OneBitCallback(one_bit),
+    }
+    return make_trainer(folder, callbacks[way]()).train
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("way", ["islands", "nodes", "1-bit", "loop"])
+def test_another_default_type_is_refused(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As of scripts that make their model by it."""
+    begin = begin_as(way, tmp_path)
+    torch.set_default_dtype(dtype)
+    try:
+        with pytest.raises(ConfigError, match=rf"torch\.set_default_dtype={dtype} cannot be used: .* set it back to"):
+            begin()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("where", ["islands", "nodes", "loop"])
+def test_another_default_device_is_refused(where: Where) -> None:
+    message = r"torch\.set_default_device=device\(type='meta'\) cannot be used: .* set it back to"
+    with torch.device("meta"), pytest.raises(ConfigError, match=message):
+        refuse({}, where)
 
 
 def test_the_loop_refuses(tmp_path: Path) -> None:
