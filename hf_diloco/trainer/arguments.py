@@ -118,6 +118,18 @@ def examples_per_step(args: TrainingArguments) -> int:
     return examples_per_batch(args) * args.gradient_accumulation_steps
 
 
+def check_tokens(num_tokens: int, model: Any) -> float:
+    """Returns the tokens of a step as its weight; raises `ConfigError` if the Trainer has counted none."""
+    if not num_tokens:
+        name = getattr(model, "main_input_name", "input_ids")
+        raise ConfigError(
+            f"weight_by='tokens': the Trainer counted no tokens in this step: it counts those of the model's input "
+            f"{name!r}, which the batch lacks. Set the model's main_input_name to the input that holds its tokens, or "
+            "use weight_by='examples'"
+        )
+    return float(num_tokens)
+
+
 def steps_per_epoch(args: TrainingArguments, loader: Any) -> int | None:
     """Returns the optimizer steps in an epoch of the training data; None if their number is not known in advance."""
     return max(1, -(-len(loader) // args.gradient_accumulation_steps)) if has_length(loader) else None

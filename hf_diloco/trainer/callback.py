@@ -37,6 +37,7 @@ from hf_diloco.rounds.open import abandon_last, open_session
 from hf_diloco.rounds.session import BaseSession
 from hf_diloco.trainer.arguments import (
     check_arguments,
+    check_tokens,
     examples_per_step,
     folder_of,
     name_evaluated,
@@ -153,7 +154,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
         with self._giving_back():
             self._join(args, state, control, **kwargs)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Counts the step, and runs a round if one is due."""
         session = self._need_session()
         control.should_log |= self._need_record().has_round_for_trackers  # one that a save or evaluation waited for
@@ -162,7 +163,7 @@ class DiLoCoCallback(RunCallback[IslandRecord], HasOuterWeights):
             return
         weight = float(examples_per_step(args))
         if self.config.weight_by == "tokens":
-            weight = float(state.num_input_tokens_seen - self._tokens_seen)
+            weight = check_tokens(state.num_input_tokens_seen - self._tokens_seen, more.get("model"))
             self._tokens_seen = state.num_input_tokens_seen
         self._outer.count_step(weight)
         if session.is_due(is_last=state.global_step >= state.max_steps):

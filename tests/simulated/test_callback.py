@@ -914,6 +914,17 @@ def test_tokens_that_nobody_counts_are_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_weighting_by_tokens_needs_an_input_that_holds_them(tmp_path: Path) -> None:
+    """The first step says so, and not the first round."""
+    callback = DiLoCoCallback(sync_every=4, weight_by="tokens")
+    trainer = make_trainer(tmp_path, callback, include_num_input_tokens_seen="all")
+    model: Any = trainer.model
+    model.main_input_name = "inputs_embeds"
+    with pytest.raises(ConfigError, match=r"no tokens in this step: .* 'inputs_embeds', which the batch lacks"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
 # Other trainers
 
 
