@@ -29,7 +29,6 @@ from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.outer.manifest import check_contents
 from hf_diloco.trainer.arguments import (
-    decayed_groups,
     examples_per_step,
     floats,
     folder_of,
@@ -38,7 +37,7 @@ from hf_diloco.trainer.arguments import (
 )
 from hf_diloco.trainer.base import RunCallback
 from hf_diloco.trainer.frames import find_trainer, move_before_trackers
-from hf_diloco.trainer.gossip_start import Beginning, check_gossip
+from hf_diloco.trainer.gossip_start import Beginning, check_gossip, parameter_groups
 from hf_diloco.trainer.gossip_steps import (
     CommonSteps,
     check_eval_sizes,
@@ -146,16 +145,14 @@ class GossipCallback(RunCallback[NodeRecord]):
 
         Raises:
             ConfigError: a setting is out of range, or no parameter is trainable.
-            UnsupportedError: the parameters are neither fp32 nor fp64, or of several dtypes or devices.
+            UnsupportedError: the parameters are neither fp32 nor fp64, of several dtypes or devices, or in a memory
+                format that cannot be saved.
             RendezvousError, IslandLostError: the nodes cannot meet, or neighbours did not connect in time.
         """
         model.to(args.device)
-        groups = decayed_groups(model, args.weight_decay, lars=0.0)
-        if not groups:
-            raise ConfigError("the model has no trainable parameters: freeze fewer of them")
         self._optimizer = make_optimizer(
             self.config.method,
-            groups,
+            parameter_groups(model, args.weight_decay),
             self.node,
             args.learning_rate,
             slowmo=self.config.slowmo,

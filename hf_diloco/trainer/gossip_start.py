@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from hf_diloco.errors import ConfigError, DiLoCoError, FingerprintError
+from hf_diloco.errors import ConfigError, DiLoCoError, FingerprintError, UnsupportedError
 from hf_diloco.gossip.checkpoint import (
     GossipIndex,
     Resumption,
@@ -42,6 +42,7 @@ from hf_diloco.membership.facts import MAX_STEPS, Facts, compare_facts, differ, 
 from hf_diloco.membership.fingerprint import check_folders
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
 from hf_diloco.methods.topology import Topology, make_topology
+from hf_diloco.trainer.arguments import decayed_groups
 from hf_diloco.trainer.resuming import refuse_fewer_steps
 from hf_diloco.utils.lr_schedule import move_schedule
 from hf_diloco.utils.own_files import identify, is_own
@@ -78,6 +79,26 @@ def check_gossip(config: GossipConfig) -> Topology:
             raise ConfigError(f"payload={config.payload}: {optimizer.name} {optimizer.refuses_payload}")
         check_static(topology, config.payload)
     return topology
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Returns the model's trainable parameters as groups of a node's optimizer.
+
+    Raises:
+        ConfigError: there are none.
+        UnsupportedError: a parameter is not contiguous. The optimizer makes all of them views of one vector, and
+            transformers cannot save such views in another memory format.
+    """
+    groups = decayed_groups(model, weight_decay, lars=0.0)
+    if not groups:
+        raise ConfigError("the model has no trainable parameters: freeze fewer of them")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_contiguous():
+            raise UnsupportedError(
+                f"parameter {name} is not contiguous in memory, as in channels_last, and could not be saved: call "
+                "model.to(memory_format=torch.contiguous_format), or .contiguous() on it, before make_optimizer()"
+            )
+    return groups
 
 
 @dataclass(eq=False)

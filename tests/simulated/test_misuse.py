@@ -503,3 +503,11 @@ def test_a_node_listens_at_an_address_of_its_machine(tmp_path: Path, free_port: 
     callback = GossipCallback(GossipConfig(num_nodes=2, node=1, rendezvous=rendezvous, bind_address="nonsense"))
     with pytest.raises(ConfigError, match="bind_address: 'nonsense' is no address of this machine"):
         callback.make_optimizer(torch.nn.Linear(3, 1), TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_a_node_refuses_a_memory_format_that_cannot_be_saved(tmp_path: Path) -> None:
+    model: Any = torch.nn.Conv2d(3, 4, 3)
+    args, callback = TrainingArguments(str(tmp_path), use_cpu=True), GossipCallback(num_nodes=1)
+    callback.make_optimizer(model, args)
+    with pytest.raises(UnsupportedError, match=r"parameter weight is not contiguous .* before make_optimizer\(\)"):
+        callback.make_optimizer(model.to(memory_format=torch.channels_last), args)
