@@ -24,6 +24,7 @@ from hf_diloco.gossip.checkpoint import (
 from hf_diloco.gossip.config import GossipConfig
 from hf_diloco.gossip.node import CommonEnd, NodeNeighbours
 from hf_diloco.gossip.open import leave_after_error, open_node
+from hf_diloco.inner import refuse_foreign_optimizer
 from hf_diloco.inner.island import IslandGroup
 from hf_diloco.membership.facts import Facts, facts_given
 from hf_diloco.methods.gossip import GossipOptimizer, make_optimizer
@@ -225,6 +226,7 @@ class GossipCallback(RunCallback[NodeRecord]):
         if inner is not optimizer:
             raise UnsupportedError(f"the Trainer steps a {type(inner).__name__}, {_ALONE}")
         model, node = kwargs["model"], self.node
+        refuse_foreign_optimizer(model, optimizer, "call make_optimizer with this very model, adapters included")
         node.end = CommonEnd(*optimizer.exchanges)
         if not (optimizer.is_in_step and optimizer.num_vectors):  # a stop request need not spread step by step
             node.end.window = 1

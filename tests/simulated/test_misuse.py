@@ -434,6 +434,21 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.parametrize("way", ["node", "1-bit"])
+def test_a_node_and_a_1_bit_optimizer_train_the_trainers_model(way: str, tmp_path: Path) -> None:
+    """Of another model, such as this one before it got adapters, it would train nothing, and nothing would say so."""
+    node = GossipCallback(num_nodes=1)
+    base = make_model(lora=False, tied=True, seed=1)
+    if way == "node":
+        optimizer: Any = node.make_optimizer(base, TrainingArguments(str(tmp_path), use_cpu=True))
+    else:
+        optimizer = OneBitAdam(base.parameters(), lr=0.1, freeze_step=2)
+    trainer = make_trainer(tmp_path, node if way == "node" else OneBitCallback(optimizer))
+    trainer.optimizer = optimizer
+    with pytest.raises(ConfigError, match=r"optimizer trains none of the parameters of model, a .* adapters included"):
+        trainer.train()
+
+
 def test_resuming_from_a_folder_that_the_trainer_does_not_resume_from(tmp_path: Path) -> None:
     make_trainer(tmp_path / "a", DiLoCoCallback(sync_every=2), save_strategy="steps", save_steps=2).train()
     checkpoint = tmp_path / "a" / "checkpoint-2"

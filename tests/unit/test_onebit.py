@@ -345,7 +345,8 @@ def test_what_was_sent_by_a_checkpoint_is_in_the_next_line_of_the_log(tmp_path: 
         optimizer = OneBitAdam(tensors, lr=0.01, freeze_step=2)
         run(optimizer, tensors, range(3))
         callback = OneBitCallback(optimizer)
-        callback.on_train_begin(args, state, control, optimizer=optimizer)
+        model = torch.nn.ParameterList(tensors)
+        callback.on_train_begin(args, state, control, optimizer=optimizer, model=model)
         return optimizer, callback
 
     def line(callback: OneBitCallback) -> float | None:

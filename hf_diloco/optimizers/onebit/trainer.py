@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_diloco.errors import CheckpointError, ConfigError, UnsupportedError
-from hf_diloco.inner import unwrap_optimizer
+from hf_diloco.inner import refuse_foreign_optimizer, unwrap_optimizer
 from hf_diloco.optimizers.onebit.adam import OneBitAdam
 from hf_diloco.optimizers.onebit.lamb import OneBitLamb
 from hf_diloco.optimizers.onebit.optimizer import OneBitOptimizer, average_gradients, average_gradients_in_fp16
@@ -100,6 +100,8 @@ class OneBitCallback(TrainerCallback):
             raise UnsupportedError(
                 "OneBitCallback: the Trainer has another optimizer; give it optimizers=(optimizer, None)"
             )
+        remedy = "make it of the parameters of this very model, adapters included"
+        refuse_foreign_optimizer(kwargs["model"], self.optimizer, remedy)
         self._hook(trainer, args.world_size)
         self._bytes_before = 0
         if state.global_step:
