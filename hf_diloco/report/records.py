@@ -196,11 +196,13 @@ class End(Record):
     """Training ended normally. Times cover the section since its `start`.
 
     Attributes:
+        rounds: the round of the island's outer parameters.
         run_is_over: whether the run's last round is complete, which ends the run for all islands.
     """
 
     event: Literal["end"]
     seconds_total: Seconds | None = None
+    rounds: Count | None = None
     on_boundary: bool | None = None
     steps_since_sync: Count | None = None
     run_is_over: bool = False

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from hf_diloco.report.island import NO_START, Figures, IslandReport, TimeSplit, means, summarise_island, total
 from hf_diloco.report.progress import AT_THE_END
 from hf_diloco.report.read import IslandRun, Run
-from hf_diloco.report.records import Neighbour, Refused, Sync
+from hf_diloco.report.records import End, Neighbour, Refused, Sync
 from hf_diloco.utils.text import counted, name_all, plural
 
 _SETTINGS = {
@@ -223,7 +223,7 @@ def find_warnings(
         yield from (f"node {record.island}, step {event.step}: {event.news}" for event in record.of(Neighbour))
     yield from _refused(run)
     if any(island.comes_and_goes for island in islands):
-        yield from _absences(run)
+        yield from _absences(run, islands)
     else:
         yield from _missing_rounds(run)
         yield from _left_out(run)
@@ -307,14 +307,20 @@ def _state(record: IslandRun) -> str:
     return f" (last seen {state}; it still runs or was killed)" if isinstance(state, str) else ""
 
 
-def _absences(run: Run) -> Iterator[str]:
+def _absences(run: Run, islands: Sequence[IslandReport]) -> Iterator[str]:
     parts = {sync.round: set(sync.participants or ()) for island in run.islands for sync in island.of(Sync)}
-    for island in run.islands:
-        absent = [number for number, islands in sorted(parts.items()) if islands and island.island not in islands]
-        if absent:
+    for record, island in zip(run.islands, islands, strict=True):
+        last = max([sync.round for sync in record.of(Sync)] + [end.rounds or 0 for end in record.of(End)], default=0)
+        absent = [number for number, others in sorted(parts.items()) if others and island.island not in others]
+        if missed := [number for number in absent if number <= last]:
             yield (
-                f"island {island.island} had no part in {name_all(absent, 'round')}: it was away or late, or its "
+                f"island {island.island} had no part in {name_all(missed, 'round')}: it was away or late, or its "
                 "pseudo-gradient was left out; it has caught up"
+            )
+        if island.ended and (later := [number for number in absent if number > last]):
+            yield (
+                f"island {island.island} ended before {name_all(later, 'round')}, which others took: start it again, "
+                "and it takes the run's final weights"
             )
 
 

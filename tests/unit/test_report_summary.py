@@ -281,6 +281,18 @@ def test_where_islands_come_and_go_a_missed_round_is_no_gap(tmp_path: Path) -> N
     )
 
 
+def test_an_island_that_ended_before_the_run_is_told_until_it_is_started_again(tmp_path: Path) -> None:
+    begin = {"comes_and_goes": True, "max_steps": 4}
+    early = [start(0, **begin), sync(1, 4, participants=[0, 1]), end(4)]
+    late = [start(1, **begin), sync(1, 2, participants=[0, 1]), sync(2, 4, participants=[1]), end(4)]
+    assert report_of(tmp_path / "before", early, late).warnings == (
+        "island 0 ended before round 2, which others took: start it again, and it takes the run's final weights",
+    )
+    again = [start(0, **begin, step=4), end(4) | {"run_is_over": True, "rounds": 2}]
+    (warning,) = report_of(tmp_path / "after", early + again, late).warnings
+    assert warning.startswith("island 0 had no part in round 2: it was away or late")
+
+
 @pytest.mark.parametrize(
     ("progress", "said"),
     [
