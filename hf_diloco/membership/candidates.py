@@ -127,7 +127,7 @@ class Candidates:
         return self._offers.get(path) or self._log.read_or_refuse(path, OfferRecord)
 
     def needed(self, offering: Collection[int]) -> int:
-        """How many offers make a quorum: finished islands with nothing more to bring make up for missing ones."""
+        """Returns how many offers make a quorum; finished islands with nothing more to bring count towards it."""
         return max(1, self._rules.min_islands - len(self._members.spent().difference(offering)))
 
     def offers_to(self, attempt: Attempt, state: Digest) -> dict[int, OfferRecord]:

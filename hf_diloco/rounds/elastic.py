@@ -375,7 +375,7 @@ class ElasticSession(BaseSession):
     def _end_store(self, host: StoreHost, finished: bool) -> None:
         """Closes this rank's store; if the run is finished, first waits for the other islands to end with it.
 
-        If it was over before this island started, that is also for islands that are still to come for its result.
+        If the run was over before this island started, waits also for islands that have not yet taken its result.
         """
         patience = self.config.join_timeout if self._is_for_others else self.config.sync_timeout
         wait = WaitNotes(self.config.island, clock=self._clock).begin(patience, "end of the run")
