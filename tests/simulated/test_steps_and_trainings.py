@@ -352,7 +352,8 @@ def test_a_store_whose_disk_is_gone_fails_no_finished_training(tmp_path: Path, f
     config = DiLoCoConfig(island=0, rendezvous=f"tcp://127.0.0.1:{free_port}", **common)
     session = open_session(config, IslandGroup(), folder=tmp_path)
     session.join(shards_of(0), tmp_path / "0")
-    shutil.rmtree(tmp_path / "rendezvous" / "objects")
+    (tmp_path / "rendezvous" / "objects").rename(tmp_path / "gone")  # at once, as heartbeats are written meanwhile
+    shutil.rmtree(tmp_path / "gone", ignore_errors=True)
     session.leave(finished=True)
     socket.create_server(("127.0.0.1", free_port)).close()
 
